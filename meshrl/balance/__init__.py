@@ -1,4 +1,8 @@
-"""Balancing: equal work for every rank, and micro-batches under a hard cap of tokens."""
+"""Load balancing: equal work for every data-parallel rank, and micro-batches under a hard token cap.
+
+partitions:     split items into k parts of nearly equal work; workload functions (tokens, squared, FLOPs)
+micro_batches:  plan micro-batches, cut batches into them, restore the order, order a batch for data parallelism
+"""
 
 from meshrl.balance.micro_batches import (
     SORT_STRATEGIES,

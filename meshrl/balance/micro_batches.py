@@ -1,4 +1,9 @@
-"""Which samples of a mini-batch go through the model together, under a hard cap of tokens."""
+"""Micro-batches under a hard token cap, and the sample order that balances data-parallel ranks.
+
+Planning:            `plan_micro_batches` and `order_micro_batches`, on sequence lengths alone
+Cutting:             `rearrange_micro_batches` and `restore_dynamic_batch`, on batches of tensors
+Data-parallel order: `order_for_data_parallel` and its metrics
+"""
 
 import difflib
 from bisect import bisect_left, insort
@@ -18,7 +23,8 @@ SORT_STRATEGIES: dict[str, Callable[[np.ndarray], float]] = {
     "mean": lambda lengths: float(lengths.mean()) if len(lengths) else 0.0,
 }
 
-# Counts tried between the lower bound and what best-fit is known to reach: most batches succeed at the first.
+# Micro-batch counts tried from the lower bound up, before falling back to the best-fit packing. For most batches the
+# first count works.
 BALANCED_TRIES = 4
 
 
@@ -35,12 +41,15 @@ def plan_micro_batches(
     sort_strategy: str | None = None,
     small_at_both_ends: bool = False,
 ) -> list[np.ndarray]:
-    """Micro-batches as arrays of sample numbers, none with more than `max_token_len` tokens; deterministic.
+    """Plan micro-batches of at most `max_token_len` tokens each, as arrays of sample indices.
 
-    Their number is the smallest found that is at least `min_num_micro_batch` and `min_count` (what other ranks need)
-    and divides by `num_batches_divided_by`, or exactly `fixed_count`. A higher number is reached by splitting; only
-    when it exceeds the number of samples are the last micro-batches empty. `group_size` consecutive samples stay
-    together. Work is balanced by `workload` (default: tokens) as far as the cap allows.
+    `lengths` `[samples]` are token counts. The plan is deterministic.
+
+    The number of micro-batches is `fixed_count` if given. Otherwise it is the smallest number found that is a multiple
+    of `num_batches_divided_by` and at least `min_num_micro_batch` and `min_count` (the number other ranks need). A
+    higher number is reached by splitting micro-batches. The last micro-batches are empty only if the number exceeds
+    the number of samples (or of groups). Runs of `group_size` consecutive samples stay together. Work is balanced by
+    `workload` (default: tokens) as far as the cap allows.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     units = _unit_lengths(lengths, group_size)
@@ -60,9 +69,10 @@ def plan_micro_batches(
 def order_micro_batches(
     plan: list[np.ndarray], lengths: np.ndarray, sort_strategy: str | None, small_at_both_ends: bool
 ) -> list[np.ndarray]:
-    """Largest first by `sort_strategy` (sum_sq, min, max, mean of the lengths; None keeps the order).
+    """Sort micro-batches largest first by `sort_strategy`: sum_sq, min, max or mean of their sample lengths.
 
-    `small_at_both_ends` then puts the small ones at both ends and the largest in the middle, where a pipeline is full.
+    None keeps the order. `small_at_both_ends` then moves the small micro-batches to both ends and the largest to the
+    middle, where a pipeline is full. Empty micro-batches come last.
     """
     if sort_strategy is None:
         return plan
@@ -89,7 +99,10 @@ def _unit_lengths(lengths: np.ndarray, group_size: int) -> np.ndarray:
 
 
 def check_budget(units: np.ndarray, max_token_len: int, group_size: int = 1) -> None:
-    """Raises where a sample, or a group of samples that stays together, has more tokens than a micro-batch may have."""
+    """Raise a ValueError if a sample, or a group that stays together, exceeds the token cap of a micro-batch.
+
+    `units` are the token counts of the groups of `group_size` samples.
+    """
     too_long = np.flatnonzero(units > max_token_len)
     if len(too_long):
         first = int(too_long[0])
@@ -111,7 +124,7 @@ def _smallest_plan(
 ) -> list[np.ndarray]:
     if divided_by < 1:
         raise ValueError(f"num_batches_divided_by must be at least 1, got {divided_by}")
-    # More than half of the cap each: no two of these fit together.
+    # Two units with more than half of the cap each never fit into one micro-batch, hence the second lower bound.
     lower = max(-(-int(units.sum()) // max_token_len), int((units * 2 > max_token_len).sum()), at_least)
     packed = _best_fit(units, max_token_len)
     for attempt in range(BALANCED_TRIES):
@@ -138,7 +151,7 @@ def _fixed_plan(units: np.ndarray, work: np.ndarray, max_token_len: int, count: 
 def _plan_of_count(
     units: np.ndarray, work: np.ndarray, max_token_len: int, count: int, packed: list[np.ndarray]
 ) -> list[np.ndarray] | None:
-    """Exactly `count` micro-batches within the cap, balanced if possible, or None if none was found."""
+    """Return exactly `count` micro-batches within the cap, balanced if possible, or None if no such plan was found."""
     if count >= len(units):
         return [np.asarray([unit]) for unit in range(len(units))] + [np.empty(0, np.int64)] * (count - len(units))
     balanced_by = [work] if np.array_equal(work, units) else [work, units.astype(np.float64)]
@@ -150,8 +163,8 @@ def _plan_of_count(
 
 
 def _best_fit(units: np.ndarray, max_token_len: int) -> list[np.ndarray]:
-    """Longest first, each into the fullest micro-batch that still has room for it."""
-    room: list[tuple[int, int]] = []  # rising: (room left, bin)
+    """Pack units by best-fit decreasing: longest first, each into the fullest micro-batch that still has room."""
+    room: list[tuple[int, int]] = []  # (tokens left, index of the bin), in ascending order
     bins: list[list[int]] = []
     for unit in np.argsort(-units, kind="stable").tolist():
         length = int(units[unit])
@@ -167,7 +180,7 @@ def _best_fit(units: np.ndarray, max_token_len: int) -> list[np.ndarray]:
 
 
 def _split_up(packed: list[np.ndarray], work: np.ndarray, count: int) -> list[np.ndarray]:
-    """Halve the heaviest micro-batch that has two samples until there are `count`."""
+    """Halve the heaviest micro-batch with at least two units until there are `count` micro-batches."""
     plan = list(packed)
     while len(plan) < count:
         heaviest = max((p for p in range(len(plan)) if len(plan[p]) > 1), key=lambda p: float(work[plan[p]].sum()))
@@ -180,7 +193,7 @@ def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-# Cutting batches (DataProto, TensorDict or dict of tensors) into micro-batches, and putting results back in order.
+# Cutting batches (DataProto, TensorDict or dict of tensors) into micro-batches, and restoring the order of results.
 
 
 def rearrange_micro_batches(
@@ -197,11 +210,12 @@ def rearrange_micro_batches(
     small_at_both_ends: bool = True,
     workload: Workload | None = None,
 ) -> tuple[list[Any], list[list[int]]]:
-    """Micro-batches of `batch` with at most `max_token_len` tokens each, and the sample numbers of each.
+    """Cut `batch` into micro-batches of at most `max_token_len` tokens; return the parts and their sample indices.
 
-    With `dp_group` and `same_micro_num_in_dp` all its ranks get the same number (one all-reduce); a rank whose samples
-    break the cap makes all ranks raise. `use_dynamic_bsz_balance` orders them by `sort_strategy`, small ones at both
-    ends for pipelines. `force_group_size` consecutive samples stay together.
+    With `dp_group` and `same_micro_num_in_dp`, all ranks of the group get the same number of micro-batches (one
+    all-reduce). If the samples of one rank break the cap, all ranks raise. `use_dynamic_bsz_balance` orders the
+    micro-batches by `sort_strategy`, with small micro-batches at both ends for pipelines. Runs of `force_group_size`
+    consecutive samples stay together.
     """
     lengths = sequence_lengths(batch)
     options: dict[str, Any] = {
@@ -223,13 +237,16 @@ def rearrange_micro_batches(
 def _plan_together(
     lengths: np.ndarray, max_token_len: int, dp_group: dist.ProcessGroup, options: dict[str, Any]
 ) -> list[np.ndarray]:
-    """Plan alone, agree on the largest number, and split further where this rank had fewer."""
+    """Plan on each rank alone, agree on the largest count by an all-reduce, and replan if this rank had fewer.
+
+    The cap is checked on every rank. A rank that cannot keep the cap makes the other ranks raise as well.
+    """
     error: ValueError | None = None
     plan: list[np.ndarray] = []
     try:
         plan = plan_micro_batches(lengths, max_token_len, **options)
     except ValueError as raised:
-        # Raised only after the all-reduce: the other ranks wait in it and must learn of the failure.
+        # Raised after the all-reduce only, because the other ranks wait in the all-reduce for this rank's failure flag.
         error = raised
     on_gpu = "nccl" in dist.get_backend(dp_group)
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -240,7 +257,7 @@ def _plan_together(
         try:
             raise error
         finally:
-            # Its traceback holds this frame, and with it the group and its threads until the process ends.
+            # The traceback holds this frame, which would keep the process group and its threads alive to the end.
             error = None
     if failed:
         raise ValueError(
@@ -261,7 +278,10 @@ def prepare_dynamic_batch(
     use_dynamic_bsz_balance: bool = True,
     **options: Any,
 ) -> tuple[list[Any], list[list[int]]]:
-    """`rearrange_micro_batches` under the name that code with a DataProto uses; `restore_dynamic_batch` undoes it."""
+    """Call `rearrange_micro_batches` under the name that code with a DataProto uses.
+
+    `restore_dynamic_batch` puts the results back in the order of the samples.
+    """
     return rearrange_micro_batches(
         data,
         max_token_len,
@@ -275,7 +295,10 @@ def prepare_dynamic_batch(
 
 
 def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Results of the micro-batches, concatenated in their order, back in the order of the original samples."""
+    """Reorder concatenated micro-batch results `[samples, ...]` into the order of the original samples.
+
+    `batch_idx_list` holds the sample indices of each micro-batch, as `rearrange_micro_batches` returned them.
+    """
     order = np.asarray([index for part in batch_idx_list for index in part], dtype=np.int64)
     count = len(data.unbind()) if data.is_nested else data.shape[0]
     if len(order) != count or not np.array_equal(np.sort(order), np.arange(count)):
@@ -286,7 +309,10 @@ def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: Sequence[Sequence[
 
 
 def sequence_lengths(batch: Any) -> np.ndarray:
-    """Tokens of each sample: of nested `input_ids`, or the ones of `attention_mask`."""
+    """Return the token count of each sample, `[samples]` int64.
+
+    The counts come from nested `input_ids`, or else from the number of ones in `attention_mask`.
+    """
     tensors = batch.batch if hasattr(batch, "select_idxs") else batch
     ids = tensors["input_ids"] if "input_ids" in tensors.keys() else None
     if ids is not None and ids.is_nested:
@@ -297,7 +323,10 @@ def sequence_lengths(batch: Any) -> np.ndarray:
 
 
 def select_samples(batch: Any, samples: np.ndarray) -> Any:
-    """The given samples of a DataProto (by its `select_idxs`), a TensorDict or a dict; other values pass through."""
+    """Select samples of a DataProto (by its `select_idxs`), a TensorDict or a dict.
+
+    Values without a sample dimension pass through.
+    """
     if hasattr(batch, "select_idxs"):
         return batch.select_idxs(torch.from_numpy(samples))
     rows = {key: _select_value(batch[key], samples) for key in batch.keys()}
@@ -319,7 +348,7 @@ def _select_value(value: Any, samples: np.ndarray) -> Any:
 def _select_rows(data: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
     if not data.is_nested:
         return data[torch.from_numpy(rows).to(data.device)]
-    if len(rows) == 0 and data.layout is torch.jagged:  # torch makes no nested tensor of no rows
+    if len(rows) == 0 and data.layout is torch.jagged:  # torch cannot build a nested tensor without rows
         no_rows = torch.zeros(1, dtype=torch.int64, device=data.device)
         return torch.nested.nested_tensor_from_jagged(data.values()[:0], no_rows)
     parts = data.unbind()
@@ -327,10 +356,10 @@ def _select_rows(data: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
 
 
 def pad_sequences_to_fixed_length(batch: Any, target_length: int, pad_token_id: int = 0) -> dict[str, torch.Tensor]:
-    """Pad the last dim of every sequence tensor on the right to `target_length`, so that all batches have one shape.
+    """Pad every sequence tensor on the right from `[..., width]` to `[..., target_length]`, for one static shape.
 
-    `input_ids`, `attention_mask`, `position_ids` and whatever else has their width are padded: ids with
-    `pad_token_id`, positions by counting on, the rest with 0.
+    All tensors of the width of `attention_mask` are padded. `input_ids` are padded with `pad_token_id`,
+    `position_ids` continue counting, and all other tensors are padded with 0.
     """
     width = batch["attention_mask"].shape[-1]
     if width > target_length:
@@ -349,7 +378,7 @@ def pad_sequences_to_fixed_length(batch: Any, target_length: int, pad_token_id: 
     return padded
 
 
-# The order of a whole batch that gives every data-parallel rank as many samples and nearly as much work.
+# Sample order of a whole batch: every data-parallel rank gets equally many samples and nearly equal work.
 
 
 def order_for_data_parallel(
@@ -360,11 +389,14 @@ def order_for_data_parallel(
     group_size: int = 1,
     workload: Workload | None = None,
 ) -> np.ndarray:
-    """A permutation of the samples: reorder with it, cut into `dp_size` equal parts, one a rank.
+    """Return the permutation `[samples]` that balances work over `dp_size` ranks.
 
-    Mini-batches stay what they were: the m-th of `mini_batches` equal parts of each rank holds samples of the m-th
-    part of the original order, with equal counts and balanced work. Runs of `group_size` samples stay on one rank where
-    a mini-batch is a multiple of `group_size * dp_size`. With one rank the order is unchanged.
+    Reorder the batch with the permutation and cut it into `dp_size` equal parts, one per rank.
+
+    Mini-batches keep their samples: the m-th of the `mini_batches` equal parts of each rank holds samples of the m-th
+    part of the original order. Counts are equal and work is balanced within each mini-batch. Runs of `group_size`
+    samples stay on one rank if a mini-batch is a multiple of `group_size * dp_size`. With one rank the order is
+    unchanged.
     """
     lengths = np.asarray(lengths)
     batch = len(lengths)
@@ -384,7 +416,7 @@ def order_for_data_parallel(
         unit_work = work[start : start + size].reshape(-1, unit).sum(axis=1)
         parts = balanced_partition(unit_work, dp_size, equal_size=True, algorithm=algorithm)
         part_work = np.array([unit_work[part].sum() for part in parts])
-        # The heaviest part to the rank that has done least, so that whole ranks balance over the mini-batches too.
+        # The heaviest part goes to the rank with the least work so far, so that the ranks' totals balance as well.
         for rank, part in zip(np.argsort(loads, kind="stable"), np.argsort(-part_work, kind="stable"), strict=True):
             loads[rank] += part_work[part]
             rank_samples[rank].append((start + parts[part][:, None] * unit + np.arange(unit)).ravel())
@@ -394,7 +426,10 @@ def order_for_data_parallel(
 def log_seqlen_unbalance(
     seqlen_list: Sequence[int] | np.ndarray, partitions: Sequence[Sequence[int]] | Sequence[np.ndarray], prefix: str
 ) -> dict[str, float]:
-    """Token sums of the parts before (equal runs of the given order) and after balancing, named `prefix/...`."""
+    """Return metrics `prefix/...` on the token sums of the parts before and after balancing.
+
+    "Before" means equal consecutive runs of the given order.
+    """
     lengths = np.asarray(seqlen_list, dtype=np.int64)
     before = np.array([part.sum() for part in np.array_split(lengths, len(partitions))])
     after = np.array([lengths[np.asarray(part, dtype=np.int64)].sum() for part in partitions])
@@ -411,5 +446,5 @@ def log_seqlen_unbalance(
 def seqlen_metrics(
     lengths: np.ndarray, order: np.ndarray, dp_size: int, prefix: str = "global_seqlen"
 ) -> dict[str, float]:
-    """The metrics of `log_seqlen_unbalance` for an order from `order_for_data_parallel`."""
+    """Return the metrics of `log_seqlen_unbalance` for a permutation from `order_for_data_parallel`."""
     return log_seqlen_unbalance(lengths, np.split(np.asarray(order), dp_size), prefix)

@@ -1,8 +1,11 @@
-"""Splitting numbers into k parts of nearly equal sums, by name.
+"""Partitions of numbers into k parts of nearly equal sums, and the work of a sequence by its length.
 
-`equal_size=True` also asks for equal counts. The work is the number given per item; see `partitions.py` for turning
-lengths into tokens, squared lengths or FLOPs. Everything here is deterministic: the budget of `auto` is compared with
-estimated costs, not with a clock, so that every rank that plans the same batch gets the same plan.
+Algorithms: exact dynamic programming, Karmarkar–Karp, greedy, longest first (LPT) with swaps; `auto` picks among them
+Interface:  `get_seqlen_balanced_partitions` (lists) and `balanced_partition` (arrays)
+Workloads:  turn lengths into tokens, squared lengths or FLOPs (`get_workload`)
+
+`equal_size=True` also asks for equal item counts. Everything here is deterministic: the time budget of `auto` is
+compared with estimated costs and not with a clock, so every rank that plans the same batch gets the same plan.
 """
 
 import difflib
@@ -13,25 +16,29 @@ from typing import Any
 
 import numpy as np
 
-# The partition with the smallest maximal load, exactly, for small inputs.
+# Exact search for the partition with the smallest maximal load, for small inputs.
 
 MAX_STATES = 50_000
 
 Part = tuple[float, int]  # load, number of items
-State = tuple[Part, ...]  # all parts, sorted: which part is which does not matter
-Layer = dict[State, tuple[State, Part]]  # state -> the state before, and the part the item went to
+State = tuple[Part, ...]  # all parts, sorted, because the identity of a part does not matter
+Layer = dict[State, tuple[State, Part]]  # state -> (previous state, the part that the item was added to)
 
 
 def exact_is_cheap(n: int, k: int) -> bool:
-    """Whether the exact search surely stays within a few thousand states."""
+    """Return whether the exact search over `n` items and `k` parts stays within a few thousand states.
+
+    The estimate for the number of states is `k**n / k!`.
+    """
     return n < 40 and k**n / math.factorial(k) < 5_000
 
 
 def exact_partition(work: np.ndarray, k: int, equal_size: bool) -> list[np.ndarray]:
-    """Dynamic programming over the states that the items so far can lead to, longest item first.
+    """Find the optimal partition by dynamic programming over states, longest item first.
 
-    Two ways to the same state are one, and a state above a known complete partition is dropped. An input that needs
-    too many states is refused.
+    A state is the sorted tuple of part loads and counts that the items so far can lead to. Equal states are merged.
+    States heavier than a known complete partition are dropped. An input that needs more than `MAX_STATES` states in
+    one layer raises a ValueError.
     """
     order = np.argsort(-work, kind="stable").tolist()
     room = len(work) // k if equal_size else len(work)
@@ -64,7 +71,7 @@ def _next_layer(states: list[State], amount: float, room: int, bound: float, ite
 
 
 def _read_out(final: State, layers: list[Layer], order: list[int], work: np.ndarray) -> list[np.ndarray]:
-    """Walk back from the final state and hand each item to the part it went to."""
+    """Walk back from the final state and assign each item to the part that it was added to."""
     parts: list[tuple[Part, list[int]]] = [(part, []) for part in final]
     state = final
     for layer, item in zip(reversed(layers), reversed(order), strict=True):
@@ -77,7 +84,7 @@ def _read_out(final: State, layers: list[Layer], order: list[int], work: np.ndar
 
 
 def _greedy_max(falling: list[float], k: int, room: int) -> float:
-    """The maximal load of longest-first, which the optimum cannot exceed."""
+    """Return the maximal load of greedy longest-first assignment, an upper bound of the optimum."""
     heap, heaviest = [(0.0, 0)] * k, 0.0
     for amount in falling:
         load, count = heapq.heappop(heap)
@@ -87,22 +94,23 @@ def _greedy_max(falling: list[float], k: int, room: int) -> float:
     return heaviest
 
 
-# Karmarkar–Karp: repeatedly combine the two partial solutions that differ most within themselves.
+# Karmarkar–Karp: repeatedly combine the two partial solutions with the largest spread between their parts.
 
 
 def karmarkar_karp(work: np.ndarray, k: int, equal_size: bool) -> list[np.ndarray]:
-    """k parts by multi-way differencing.
+    """Split the items into k parts by multi-way Karmarkar–Karp differencing.
 
-    A partial solution is k loads in falling order. Two are combined by adding the heaviest of one to the lightest of
-    the other. With equal sizes it starts from runs of k neighbours in sorted order, one for each part.
+    A partial solution is k loads in descending order. Two partial solutions are combined by adding the loads of one to
+    those of the other in reverse order, the heaviest to the lightest. With equal sizes, the initial solutions are runs
+    of k neighbours in sorted order, one item for each part.
 
-    Which items a part holds is kept as a tree (every combined part points at its two halves) and read out once at the
-    end, so that no item is copied during the combining.
+    The items of a part are kept as a tree: every combined part points to its two halves. The tree is read out once at
+    the end, so no item is copied during the combining.
     """
     order = np.argsort(work, kind="stable")
     starts = order.reshape(-1, k)[:, ::-1] if equal_size else order[:, None]
     count, width = starts.shape
-    # Node numbers: items are 0..n-1, empty is n, then k nodes for each combination.
+    # Node numbers: items are 0..n-1, the empty part is n, then come k nodes for each combination.
     empty = len(work)
     solutions_loads = np.zeros((count, k))
     solutions_nodes = np.full((count, k), empty, dtype=np.int64)
@@ -133,12 +141,15 @@ def karmarkar_karp(work: np.ndarray, k: int, equal_size: bool) -> list[np.ndarra
 
 
 def karmarkar_karp_seconds(n: int, k: int, equal_size: bool) -> float:
-    """Rough cost of a call, measured on one core: a combination is about 15 µs and 0.12 µs a part."""
+    """Estimate the seconds of a `karmarkar_karp` call, from measurements on one core.
+
+    A combination takes about 15 µs, plus 0.12 µs per part.
+    """
     combinations = n // k if equal_size else n
     return combinations * (15e-6 + 0.12e-6 * k)
 
 
-# Improving parts of equal size by exchanging items, many pairs of parts at once.
+# Improving parts of equal size by swapping items, in many pairs of parts at once.
 
 TOLERANCE = 2e-4  # stop when the heaviest part is this close to the mean
 MAX_SWEEPS = 120
@@ -146,11 +157,11 @@ PATIENCE = 8  # sweeps without a lighter heaviest part
 
 
 def refine_by_swaps(work: np.ndarray, members: np.ndarray) -> np.ndarray:
-    """Exchange items between heavy and light rows of `members` [k, size] until the heaviest is near the mean.
+    """Swap items between heavy and light rows of `members` `[k, size]` until the heaviest part is near the mean.
 
-    Each sweep pairs the heaviest part with the lightest, the second with the second lightest and so on, and makes in
-    each pair the one exchange that brings the two closest together. Exchanges only narrow a pair, so the heaviest
-    part never grows.
+    Each sweep pairs the heaviest part with the lightest, the second heaviest with the second lightest, and so on. In
+    each pair it makes the one swap that brings the two loads closest together. A swap only narrows the gap of its
+    pair, so the heaviest part never grows. `members` is changed in place and returned.
     """
     k, _ = members.shape
     mean = work[members].sum() / k
@@ -170,7 +181,10 @@ def refine_by_swaps(work: np.ndarray, members: np.ndarray) -> np.ndarray:
 
 
 def _pairs(loads: np.ndarray, sweep: int) -> tuple[np.ndarray, np.ndarray]:
-    """Heaviest with lightest, and so on inwards; later sweeps turn the light half, so that pairs differ."""
+    """Pair the heaviest part with the lightest, and so on inwards.
+
+    Later sweeps rotate the light half, so that the pairs differ between sweeps.
+    """
     order = np.argsort(-loads, kind="stable")
     half = len(loads) // 2
     heavy, light = order[:half], order[len(order) - half :][::-1]
@@ -178,13 +192,13 @@ def _pairs(loads: np.ndarray, sweep: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _swap_best(work: np.ndarray, members: np.ndarray, heavy: np.ndarray, light: np.ndarray, loads: np.ndarray) -> bool:
-    """Make the best exchange in every pair of rows; True if any was made."""
+    """Make the best swap in every pair of rows of `members`; return whether any swap was made."""
     size = members.shape[1]
     for rows in (heavy, light):
         members[rows] = np.take_along_axis(members[rows], np.argsort(work[members[rows]], axis=1), axis=1)
     from_heavy, from_light = work[members[heavy]], work[members[light]]
     wanted = (loads[heavy] - loads[light]) / 2
-    # One search for all pairs: each pair's numbers are moved to a range of its own.
+    # One search serves all pairs, because the numbers of each pair are shifted into a separate range.
     shift = np.arange(len(heavy))[:, None] * (2.0 * max(from_heavy.max(), from_light.max()) + 1.0)
     targets = np.maximum(from_heavy - wanted[:, None], 0.0)
     found = np.searchsorted((from_light + shift).ravel(), (targets + shift).ravel()).reshape(targets.shape)
@@ -219,10 +233,11 @@ def get_seqlen_balanced_partitions(
     workload: Callable[[np.ndarray], np.ndarray] | None = None,
     time_budget_s: float = 0.1,
 ) -> list[list[int]]:
-    """k lists of item numbers, each rising, with nearly equal sums of work (`workload(lengths)`, or the lengths).
+    """Split items into k lists of indices with nearly equal sums of work; the indices of a list ascend.
 
-    `algorithm`: kk, greedy, greedy_improved, lpt, dp, or auto (the best of those whose estimated cost is within
-    `time_budget_s`).
+    The work is `workload(lengths)`, or the lengths without a workload. `algorithm` is kk, greedy, greedy_improved,
+    lpt, dp or auto. `auto` takes dp if the exact search is cheap. Otherwise it takes the better of lpt and kk, and it
+    tries kk only if its estimated cost is within `time_budget_s` seconds.
     """
     lengths = np.asarray(seqlen_list)
     work = np.asarray(lengths if workload is None else workload(lengths), dtype=np.float64)
@@ -232,7 +247,7 @@ def get_seqlen_balanced_partitions(
 def balanced_partition(
     work: np.ndarray, k: int, equal_size: bool, algorithm: str = "auto", time_budget_s: float = 0.1
 ) -> Partition:
-    """The array form of `get_seqlen_balanced_partitions`."""
+    """Split `work` `[items]` into k arrays of ascending item indices, as `get_seqlen_balanced_partitions` does."""
     _check(work, k, equal_size)
     if algorithm == "auto":
         names = _affordable(len(work), k, equal_size, time_budget_s)
@@ -269,12 +284,12 @@ def _affordable(n: int, k: int, equal_size: bool, time_budget_s: float) -> list[
 
 
 def greedy(work: np.ndarray, k: int, equal_size: bool) -> Partition:
-    """Items in their given order, each to the part with the least work that has room."""
+    """Assign items in their given order, each to the least loaded part that has room."""
     return _assign_in_order(work, np.arange(len(work)), k, equal_size)
 
 
 def greedy_improved(work: np.ndarray, k: int, equal_size: bool) -> Partition:
-    """Items by falling work, each to the part with the least work that has room."""
+    """Assign items by descending work, each to the least loaded part that has room."""
     return _assign_in_order(work, np.argsort(-work, kind="stable"), k, equal_size)
 
 
@@ -291,7 +306,10 @@ def _assign_in_order(work: np.ndarray, order: np.ndarray, k: int, equal_size: bo
 
 
 def _without_empty(parts: Partition, work: np.ndarray) -> Partition:
-    """Give every empty part (possible where items have no work) one item of the part with the most items."""
+    """Move one item into every empty part, from the part with the most items.
+
+    Parts can only be empty if some items have no work. The item with the least work moves.
+    """
     for number, part in enumerate(parts):
         if len(part) == 0:
             donor = max(range(len(parts)), key=lambda i: len(parts[i]))
@@ -302,7 +320,11 @@ def _without_empty(parts: Partition, work: np.ndarray) -> Partition:
 
 
 def lpt(work: np.ndarray, k: int, equal_size: bool) -> Partition:
-    """Longest first. With equal sizes: rounds of k items, the longest to the least loaded part, then swaps."""
+    """Assign the longest items first (LPT, longest processing time).
+
+    With equal sizes, items are assigned in rounds of k, the longest of a round to the least loaded part. Swaps
+    between the parts then refine the result.
+    """
     if not equal_size:
         return greedy_improved(work, k, equal_size)
     rounds = np.argsort(-work, kind="stable").reshape(-1, k)
@@ -316,12 +338,12 @@ def lpt(work: np.ndarray, k: int, equal_size: bool) -> Partition:
 
 
 def dp(work: np.ndarray, k: int, equal_size: bool) -> Partition:
-    """The exact optimum, for small inputs."""
+    """Return the optimal partition; inputs that need too many states raise a ValueError."""
     return exact_partition(work, k, equal_size)
 
 
 def kk(work: np.ndarray, k: int, equal_size: bool) -> Partition:
-    """Karmarkar–Karp differencing."""
+    """Split by Karmarkar–Karp differencing, and fill parts that it left empty."""
     return _without_empty(karmarkar_karp(work, k, equal_size), work)
 
 
@@ -334,34 +356,35 @@ ALGORITHMS: dict[str, Callable[[np.ndarray, int, bool], Partition]] = {
 }
 
 
-# What a sequence of a given length costs: tokens, squared length, or the FLOPs of a model.
+# Workloads: the cost of a sequence of a given length, as tokens, squared length or the FLOPs of a model.
 
-# Families whose MLPs have no gate.
+# Model families whose MLPs have no gate projection.
 UNGATED = {"apertus", "arcee", "gpt_neox", "jais2", "nanochat", "nemotron", "persimmon", "phi", "starcoder2"}
-# What families call the sizes of their mixtures of experts.
+# Config fields that give the sizes of a mixture of experts, by family.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 VISITED = ("num_experts_per_tok", "moe_k", "moe_topk")
 SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
-WITH_SHARED = {"hunyuan_v1_moe"}  # one, without a field that says so
+WITH_SHARED = {"hunyuan_v1_moe"}  # have one shared expert, but no config field for it
 DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 
 Workload = Callable[[np.ndarray], np.ndarray]
 
 
 def tokens_workload(lengths: np.ndarray) -> np.ndarray:
-    """Work = length: right where the linear layers dominate."""
+    """Return the lengths as work, which fits models whose linear layers dominate."""
     return np.asarray(lengths, dtype=np.float64)
 
 
 def squared_workload(lengths: np.ndarray) -> np.ndarray:
-    """Work = length squared: attention alone."""
+    """Return the squared lengths as work, the cost of attention alone."""
     return np.square(np.asarray(lengths, dtype=np.float64))
 
 
 def flops_workload(model_config: Any) -> Workload:
-    """Forward FLOPs of a decoder with this config (Hugging Face attribute names), linear layers and causal attention.
+    """Return a workload of forward FLOPs for a decoder with this config (Hugging Face attribute names).
 
-    Mixture-of-experts models count the experts that one token visits, and the router.
+    Linear layers, the output layer and causal attention are counted. For mixture-of-experts models, the router and
+    the experts that one token visits are counted.
     """
     config = getattr(model_config, "text_config", None) or model_config
     hidden = _required(config, "hidden_size")
@@ -377,11 +400,12 @@ def flops_workload(model_config: Any) -> Workload:
         low = config.q_lora_rank
         projections = low * (hidden + queries) if low else hidden * queries
         projections += hidden * (latent + turned) + latent * heads * (plain + values) + heads * values * hidden
-    # Layers with a state (linear attention) cost the same for every token, and have projections of their own.
+    # Linear-attention layers keep a state: they cost the same for every token and have different projections.
     stateful = (getattr(config, "layer_types", None) or []).count("linear_attention")
     mixing = (layers - stateful) * projections + stateful * _state_projections(config, hidden, stateful)
     per_token = 2.0 * (mixing + _mlp_weights(config, hidden, layers) + hidden * vocabulary)
-    # Scores and weighted values: 2 products x 2 FLOPs x heads x head_dim for each of length / 2 visible positions.
+    # Attention scores and weighted values: 2 matmuls x 2 FLOPs x heads x head_dim for each of length / 2 visible
+    # positions.
     per_square = 2.0 * (layers - stateful) * heads * width
 
     def workload(lengths: np.ndarray) -> np.ndarray:
@@ -392,7 +416,7 @@ def flops_workload(model_config: Any) -> Workload:
 
 
 def get_workload(name: str, model_config: Any = None) -> Workload:
-    """A workload by name: tokens, squared, or flops (which needs the model's config)."""
+    """Return a workload by name: tokens, squared, or flops (which needs the model's config)."""
     if name == "tokens":
         return tokens_workload
     if name == "squared":
@@ -406,7 +430,11 @@ def get_workload(name: str, model_config: Any = None) -> Workload:
 
 
 def _state_projections(config: Any, hidden: int, stateful: int) -> float:
-    """Weights between hidden states and the queries, keys, values, gates and outputs of a layer with a state."""
+    """Count the projection weights of one linear-attention layer.
+
+    The projections map between hidden states and queries, keys, values, gates and outputs. Configs without
+    `linear_num_value_heads` get the estimate `4 * hidden**2`.
+    """
     if not stateful or getattr(config, "linear_num_value_heads", None) is None:
         return 4.0 * hidden * hidden
     keys = config.linear_num_key_heads * config.linear_key_head_dim
@@ -414,7 +442,7 @@ def _state_projections(config: Any, hidden: int, stateful: int) -> float:
 
 
 def _mlp_weights(config: Any, hidden: int, layers: int) -> float:
-    """Weights of all MLPs that one token passes through: gate, up and down, or without a gate the other two."""
+    """Count the weights of all MLPs that one token passes through: gate, up and down, or up and down without a gate."""
     matrices = 2.0 if getattr(config, "model_type", None) in UNGATED else 3.0
     experts = _first(config, EXPERTS)
     if not experts:
@@ -431,14 +459,17 @@ def _mlp_weights(config: Any, hidden: int, layers: int) -> float:
 
 
 def _dense_layers(config: Any) -> int:
-    """How many layers of a mixture of experts have none."""
+    """Count the dense layers of a mixture-of-experts model, the layers without experts."""
     if kinds := getattr(config, "mlp_layer_types", None):
         return list(kinds).count("dense")
     return len(getattr(config, "mlp_only_layers", None) or []) or _first(config, DENSE)
 
 
 def _first(config: Any, names: tuple[str, ...]) -> int:
-    """The first of these fields that is set, some of which have a number for each layer; 0 if none is."""
+    """Return the first of these config fields that is set, or 0.
+
+    Some fields hold a list with a number for each layer. Then the first layer's number is returned.
+    """
     found = next((getattr(config, name) for name in names if getattr(config, name, None)), 0)
     return int(found[0] if isinstance(found, list) else found)
 

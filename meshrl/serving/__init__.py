@@ -1,1 +1,1 @@
-"""Serving a model over OpenAI's HTTP interface, and generating for a file of prompts."""
+"""Inference outside training: an OpenAI-compatible HTTP server, and offline generation for a file of prompts."""

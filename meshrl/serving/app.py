@@ -1,4 +1,9 @@
-"""The routes: OpenAI's for generation, and our own for metrics, pauses and weights."""
+"""The ASGI application of the server: its routes, access checks and weight uploads.
+
+Generation:   /v1/completions and /v1/chat/completions, in OpenAI's format
+Information:  /v1/models, /health, /metrics
+Control:      /update_weights, /pause, /resume, open only to holders of the server's token
+"""
 
 from __future__ import annotations
 
@@ -43,7 +48,7 @@ Guard = Callable[[Request], Awaitable[None]]
 
 
 def build_app(service: Service) -> ASGIApp:
-    """The server as an ASGI application."""
+    """Build the ASGI application with all routes, error handlers and request counting."""
     app = FastAPI(title="meshrl", docs_url=None, redoc_url=None)
     may_ask = Depends(_guard(service.settings.api_key, needed=False))
     may_change = Depends(_guard(service.settings.token, needed=True))
@@ -151,7 +156,10 @@ async def _update_from_upload(service: Service, request: Request) -> int:
 
 
 async def _asked(service: Service, request: Request, kind: type[AnyBody]) -> AnyBody:
-    """The body of a generation request, if there is any chance to serve it."""
+    """Read and parse the body of a generation request.
+
+    Raise before reading if the queue is full, and after parsing if the body names another model.
+    """
     service.slots.check()
     body = parse(kind, await _json_body(service, request))
     assert isinstance(body, GenerationBody)
@@ -160,7 +168,10 @@ async def _asked(service: Service, request: Request, kind: type[AnyBody]) -> Any
 
 
 async def _json_body(service: Service, request: Request) -> bytes:
-    """The body, if it says that it is JSON: of other types, a web page may send it anywhere without being asked."""
+    """Read the request body, and refuse any content type but JSON unless the body is empty.
+
+    Browsers let a web page send other content types to any address without a CORS preflight.
+    """
     kinds, settings = request.headers.getlist("content-type"), service.settings
     if not is_json(kinds) and (kinds or not _has_no_body(request)):
         raise ApiError(415, f"the body must be JSON: send Content-Type: application/json, not {kinds or 'none'}")
@@ -200,7 +211,10 @@ def _check_model(service: Service, wanted: str) -> None:
 
 
 def _guard(secret: str | None, needed: bool) -> Guard:
-    """Lets requests pass that bring the secret as a bearer token; without a secret all, or none if it is `needed`."""
+    """Return a route dependency that refuses requests without `secret` as their bearer token.
+
+    If `secret` is None, every request is refused if `needed`, and accepted otherwise.
+    """
 
     async def guard(request: Request) -> None:
         if secret is None:
@@ -215,20 +229,23 @@ def _guard(secret: str | None, needed: bool) -> Guard:
 
 
 def _schema(kind: type[Strict]) -> dict[str, Any]:
-    """What the OpenAPI page says of a body that the route reads itself."""
+    """Return the OpenAPI entry for a request body that the route parses without FastAPI's help."""
     return {"requestBody": {"content": {"application/json": {"schema": kind.model_json_schema()}}}}
 
 
 def _for_programs(app: ASGIApp, settings: Settings) -> ASGIApp:
-    """Refuses what a web page asks through a browser. With a key nobody needs to be told from the others."""
+    """Wrap `app` to refuse requests that a web page sends through a browser.
+
+    The check is skipped if the server has an API key, because a web page does not have the key.
+    """
 
     async def answered(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and settings.api_key is None:
             headers = Headers(scope=scope)
             hosts, local = headers.getlist("host"), scope.get("server")
-            here = {local[0]} if local else set()  # the address that the connection came to
+            here = {local[0]} if local else set()  # the local address of the connection
             problem = refusal(hosts, headers.getlist("origin"), settings.names | here, "; --allowed-host adds a name")
-            if problem and (hosts or scope.get("http_version") != "1.0"):  # browsers always have a Host, and HTTP 1.1
+            if problem and (hosts or scope.get("http_version") != "1.0"):  # browsers always send Host, and HTTP 1.1
                 await ApiError(403, problem).response()(scope, receive, send)
                 return
         await app(scope, receive, send)
@@ -237,7 +254,10 @@ def _for_programs(app: ASGIApp, settings: Settings) -> ASGIApp:
 
 
 def _counted(app: FastAPI, service: Service, answers: ASGIApp) -> ASGIApp:
-    """Counts responses by route and status; unknown paths share one name, since anyone can invent them."""
+    """Wrap `answers` to count responses by route and status.
+
+    Unknown paths are counted under the one name "other", because clients can invent any number of paths.
+    """
     routes = {getattr(route, "path", "") for route in app.routes}
 
     async def counted(scope: Scope, receive: Receive, send: Send) -> None:
@@ -252,11 +272,14 @@ def _counted(app: FastAPI, service: Service, answers: ASGIApp) -> ASGIApp:
     return counted
 
 
-# Weights for an update: from a model folder on the server's machine, or from an uploaded safetensors file.
+# Reading weights for an update: from a model folder on the server's machine, or from an uploaded safetensors file.
 
 
 def from_folder(path: str, service: Service) -> Mapping[str, Tensor]:
-    """The weights of the model folder at `path`."""
+    """Read the weights of the model folder at `path`; raise a 400 `ApiError` if they cannot be read.
+
+    Files with the model's tensor names are read directly, all others through Transformers.
+    """
     try:
         if not (Path(path) / "config.json").is_file():
             raise FileNotFoundError("there is no config.json")
@@ -267,7 +290,7 @@ def from_folder(path: str, service: Service) -> Mapping[str, Tensor]:
 
 
 def from_file(path: str, service: Service) -> Mapping[str, Tensor]:
-    """The tensors of a safetensors file."""
+    """Read the weights of an uploaded safetensors file; raise a 400 `ApiError` if it is not one."""
     try:
         return _read([path], service)
     except (SafetensorError, OSError, ValueError) as error:
@@ -275,7 +298,7 @@ def from_file(path: str, service: Service) -> Mapping[str, Tensor]:
 
 
 def _read(files: Iterable[str | Path], service: Service) -> dict[str, Tensor]:
-    """All tensors but those that only repeat a tied weight."""
+    """Read all tensors in the model's dtype, except those that only repeat a tied weight."""
     weights: dict[str, Tensor] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
@@ -286,11 +309,14 @@ def _read(files: Iterable[str | Path], service: Service) -> dict[str, Tensor]:
 
 
 def _by_transformers(path: str, service: Service) -> dict[str, Tensor]:
-    """For files that name or cut their tensors in another way than the model does."""
-    # While transformers builds a model, torch's default dtype is another one for all threads: nothing may be generated.
+    """Load weights through Transformers, for files whose tensors have other names or shapes than the model's.
+
+    Generation is paused while the weights are loaded.
+    """
+    # Transformers changes torch's default dtype for all threads while it builds a model, so generation must stop.
     service.rollout.pause("keep")
     try:
         return folder_weights(path, service.opened.dtype, service.opened.trust_remote_code)
     finally:
-        if not service.slots.is_shut:  # by now: somebody may have paused or resumed meanwhile
+        if not service.slots.is_shut:  # checked here, because a client may have paused or resumed during the load
             service.rollout.resume()

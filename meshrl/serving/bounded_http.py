@@ -1,7 +1,7 @@
-"""HTTP connections whose requests have a head (first line and headers) of limited size, number and time.
+"""HTTP connections with limits on the head of a request (request line and headers): bytes, header count and seconds.
 
-uvicorn's own protocol on httptools takes heads without end, before anything asks for a key, and joins the pieces of a
-header again and again. Here a request with too much of a head gets 431, one whose head does not come 408.
+uvicorn's own httptools protocol accepts heads of any length before the API key is checked, and it concatenates the
+parts of a header over and over. `BoundedProtocol` answers 431 if a head is too large, and 408 if a head is too late.
 """
 
 from __future__ import annotations
@@ -14,20 +14,24 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from meshrl.config.web_access import HEADER_SECONDS, MOST_HEADER_BYTES, MOST_HEADERS
 
-# How long a refused client has to read the answer: closing at once, with bytes of its own unread, would reset it.
+# Seconds that a refused client has to read the response. Closing at once, while bytes of the client are unread, would
+# reset the connection.
 LINGER_SECONDS = 1.0
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with these bounds; `head_seconds` and the others may be changed by subclasses."""
+    """uvicorn's HTTP protocol with a bounded request head.
+
+    Subclasses may change `head_bytes`, `head_count` and `head_seconds`.
+    """
 
     head_bytes, head_count, head_seconds = MOST_HEADER_BYTES, MOST_HEADERS, HEADER_SECONDS
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         self._in_head = True
-        self._bytes = 0  # of the head; within a body, those since the last of its content
-        self._count = 0
+        self._bytes = 0  # bytes of the head so far; within a body, bytes since the last content
+        self._count = 0  # headers so far
         self._is_refused = False
         self._head_timer: asyncio.TimerHandle | None = None
 
@@ -40,11 +44,11 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser no more of a head than it may have."""
+        """Feed the parser, and refuse the request once its head exceeds the limits."""
         rest = memoryview(data)
         while rest and not self._is_refused and not self.transport.is_closing():
             if self._in_head and self._head_timer is None:
-                self._start_timer()  # of the next request on this connection
+                self._start_timer()  # for the next request on this connection
             room = max(1, self.head_bytes + 1 - self._bytes)
             part, rest = rest[:room], rest[room:]
             self._bytes += len(part)
@@ -59,7 +63,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count += 1  # those after a body too
+        self._count += 1  # trailers after a body count as well
         if self._count <= self.head_count:
             super().on_header(name, value)
 
@@ -75,7 +79,7 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_chunk_header(self) -> None:
-        """Note that a chunk of a body begins."""
+        """Reset the byte count, because a chunk of a body begins."""
         self._bytes = 0
 
     def on_message_complete(self) -> None:
@@ -92,16 +96,16 @@ class BoundedProtocol(HttpToolsProtocol):
             self._head_timer = None
 
     def _is_late(self) -> None:
-        if self._bytes == 0:  # a connection that was only opened
+        if self._bytes == 0:  # the client opened the connection and sent nothing
             self.transport.close()
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            self._start_timer()  # a request before this one is being answered
+            self._start_timer()  # an earlier request is still being answered
             return
         self._refuse(408, f"the request's headers did not come within {self.head_seconds:g} s")
 
     def _refuse(self, status: int, words: str) -> None:
-        """Answer, if no answer is under way, and close."""
+        """Send an error response and close; if another response is under way, only close the connection."""
         if self._is_refused or self.transport.is_closing():
             return
         self._is_refused = True

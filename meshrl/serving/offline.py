@@ -1,7 +1,12 @@
-"""`meshrl generate`: the answers to a file of prompts, written row by row so that a killed run can go on.
+"""`meshrl generate`: completions for a file of prompts, saved row by row so that a killed run can be resumed.
 
-A few lanes each give the rollout a group of rows and wait for all of it; while one group's last answers are still on
-their way, the other lanes keep the engine full.
+Job, generate:  the task and its execution
+Journal:        finished rows on disk, kept through a kill
+Progress:       a progress bar or progress lines
+write_output:   the output file
+
+Rows go to the rollout in groups. A few lanes (threads) each submit one group and wait for all of it. While the last
+completions of one group are still running, the other lanes keep the engine full.
 """
 
 from __future__ import annotations
@@ -43,14 +48,14 @@ if TYPE_CHECKING:
 LANES = 4
 POLL_SECONDS = 0.5
 TEMPLATE_OPTION = "--chat-template-arg"
-# Beside training and validation: these samples are of neither.
+# The `purpose` of `sample_seeds` for offline generation, distinct from those of training and validation.
 OFFLINE = 2
 Group = list[tuple[int, Request]]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to generate, from where to where."""
+    """A task of offline generation: the model, prompts file, output file and sampling parameters."""
 
     model: str
     prompts: Path
@@ -65,7 +70,7 @@ class Job:
 
     @staticmethod
     def from_arguments(arguments: argparse.Namespace, params: SamplingParams) -> Job:
-        """The job of a command line; a `ValueError` if the model's chat template does not know its variables."""
+        """Build the job of a command line; raise a ValueError if the chat template lacks one of the variables."""
         template_kwargs = named_values(arguments.chat_template_arg, TEMPLATE_OPTION)
         problems = template_name_problems(template_kwargs, TEMPLATE_OPTION)
         if not problems and not arguments.trust_remote_code:
@@ -86,7 +91,10 @@ class Job:
         )
 
     def fingerprint(self, rows: Sequence[Row], options: EngineOptions) -> str:
-        """Equal for jobs whose answers are equal: sizes of batches and of memory do not count."""
+        """Return a hash of everything that changes completions.
+
+        Batch sizes and memory sizes are left out, because completions do not depend on them.
+        """
         engine = [options.engine, options.dtype, check_options(options).type, options.max_model_len, options.arguments]
         digest = hashlib.sha256()
         keys = [self.prompt_key] if self.image_key is None else [self.prompt_key, self.image_key]
@@ -99,9 +107,10 @@ class Job:
 
 
 def generate(job: Job, options: EngineOptions, console: Console | None = None) -> str:
-    """Answers every row of the job and returns a line about it. Rows that cannot be answered say why.
+    """Generate completions for every row of the job, write the output file and return a summary line.
 
-    A `ValueError` with that line, once it is all written, if none could be.
+    A row that fails gets its reason in the column `error`. If all rows fail, the output is written and then a
+    ValueError with the summary line is raised.
     """
     rows = _read(job)
     if job.seed < 0:
@@ -154,17 +163,17 @@ def _with_ends(params: SamplingParams, opened: Opened) -> SamplingParams:
 
 
 class _Run:
-    """The rows of a job on their way through a rollout."""
+    """One run of a job's rows through a rollout, in groups on several lanes."""
 
     def __init__(self, job: Job, rows: Sequence[Row], opened: Opened, max_num_seqs: int):
         self.job, self.rows, self.opened = job, rows, opened
         self.rollout: Rollout = opened.rollout
-        # So large that all lanes but one keep the engine full.
+        # Large enough that all lanes but one keep the engine full.
         self.group_size = max(1, max_num_seqs // (LANES - 1) // job.params.n)
         self._seeds = sample_seeds(job.seed, OFFLINE, 0, len(rows)).tolist()
 
     def answer(self, journal: Journal, progress: Progress) -> None:
-        """Answers every row that the journal does not have."""
+        """Generate completions for every row that is not in the journal, and add them to the journal."""
         groups = self._groups(journal)
         running: dict[Future[list[Completion]], Group] = {}
         with ThreadPoolExecutor(LANES, "lane") as lanes:
@@ -179,11 +188,14 @@ class _Run:
                         journal.add(self._results(running.pop(future), future.result()))
                     self._show(journal, progress)
             except BaseException:
-                self.rollout.abort()  # or the lanes would go on to the end
+                self.rollout.abort()  # otherwise the executor would wait until all lanes have finished their groups
                 raise
 
     def _groups(self, journal: Journal) -> Iterator[Group]:
-        """Rows still to be answered, as requests; those that cannot become one are entered as failed."""
+        """Yield groups of requests for the rows that are not in the journal.
+
+        Rows that cannot be encoded are added to the journal as failed.
+        """
         group: Group = []
         for number, row in enumerate(self.rows):
             if number in journal.results:
@@ -211,7 +223,7 @@ class _Run:
             return tuple(ids.tolist()), ()
         shown = images.of(row, number)
         for image in shown:
-            images.reader.pixels(image)  # ahead of the rollout, which finds them kept
+            images.reader.pixels(image)  # decoded here, and cached for the rollout
         return tuple(images.expanded(ids, shown, number).tolist()), shown
 
     def _results(self, group: Group, answers: Sequence[Completion]) -> Iterator[tuple[int, Result]]:
@@ -219,7 +231,7 @@ class _Run:
         for place, (number, request) in enumerate(group):
             own = answers[place * n : (place + 1) * n]
             problem = next((answer.error for answer in own if answer.finish_reason == "error"), None)
-            # A chat's answer is a text of its own; others go on with that of the prompt.
+            # The completion of a chat starts a new text. A plain completion continues the text of its prompt.
             before = () if is_chat(self.rows[number][self.job.prompt_key]) else request.prompt_token_ids
             yield number, self._result([] if problem is not None else own, problem, before)
 
@@ -239,13 +251,16 @@ class _Run:
         progress.show(len(journal.results), journal.failed, int(self.rollout.stats().get("generated_tokens", 0)))
 
 
-# What an offline run has finished so far: one line a row, kept through a kill and read again by the next run.
+# Journal: the finished rows of an offline run, one line per row. It survives a kill, and the next run reads it.
 
 Result = dict[str, Any]
 
 
 class Journal:
-    """A file beside the output. Its first line says what was asked: results of something else are not mixed in."""
+    """A file of finished rows beside the output file.
+
+    Its first line is the job's fingerprint, so results of different jobs are never mixed.
+    """
 
     def __init__(self, path: Path, fingerprint: str):
         self.path = path
@@ -261,7 +276,7 @@ class Journal:
             self._flush()
 
     def _read(self, fingerprint: str) -> int:
-        """Takes in the whole lines and returns where they end."""
+        """Load all complete lines and return the byte offset of their end."""
         good = 0
         with self.path.open("rb") as lines:
             for line in lines:
@@ -279,7 +294,7 @@ class Journal:
         return good
 
     def add(self, results: Iterable[tuple[int, Result]]) -> None:
-        """Keeps the results of some rows for good."""
+        """Append the results of some rows and flush them to disk."""
         for row, result in results:
             self._keep(row, result)
             self._file.write(json.dumps({"row": row, **result}).encode() + b"\n")
@@ -295,7 +310,7 @@ class Journal:
             os.fsync(self._file.fileno())
 
     def remove(self) -> None:
-        """Takes the file away, once the output is in place."""
+        """Close and delete the journal file, after the output is in place."""
         self._file.close()
         self.path.unlink()
 
@@ -309,7 +324,10 @@ class Journal:
 
 
 def _has_results(path: Path) -> bool:
-    """A run that failed before its first answer (a mistyped model, say) leaves only the line that says what it was."""
+    """Return whether a journal file has lines after its fingerprint.
+
+    A run that failed before its first completion, for example by a mistyped model, leaves only the fingerprint line.
+    """
     with path.open("rb") as lines:
         return sum(1 for _, _ in zip(lines, range(2), strict=False)) > 1
 
@@ -324,13 +342,13 @@ def _entry(line: bytes) -> dict[str, Any] | None:
     return entry if isinstance(entry, dict) and ("fingerprint" in entry or "row" in entry) else None
 
 
-# How far an offline run is: a bar where someone watches, a line now and then elsewhere.
+# Progress of an offline run: a bar on a terminal, otherwise a line every `LINE_SECONDS`.
 
 LINE_SECONDS = 10.0
 
 
 class Progress:
-    """Rows, failures and tokens a second on a console."""
+    """A display of finished rows, failed rows and tokens per second on a console."""
 
     def __init__(self, total: int, done: int, console: Console):
         self.total, self.console, self.tokens = total, console, 0
@@ -348,7 +366,7 @@ class Progress:
         self._started = self._said = time.monotonic()
 
     def show(self, done: int, failed: int, tokens: int) -> None:
-        """Brings the display up to date."""
+        """Show the current counts: update the bar, and without a terminal print a line from time to time."""
         self.tokens, now = tokens, time.monotonic()
         note = f"{tokens / max(now - self._started, 1e-9):,.0f} tok/s"
         if failed:
@@ -368,7 +386,7 @@ class Progress:
         self._bar.stop()
 
 
-# The output of an offline run: the columns of the prompts' file, and the answers beside them.
+# The output of an offline run: the columns of the prompts file, followed by the columns of the completions.
 
 COLUMNS = ("responses", "finish_reasons", "error")
 TOKEN_COLUMNS = ("response_token_ids", "response_log_probs")
@@ -376,7 +394,7 @@ SUFFIXES = (".parquet", ".jsonl")
 
 
 def check_output(out: Path, prompts: Path, rows: Sequence[Row], token_ids: bool, restart: bool) -> None:
-    """Raises, before anything is computed, if the output could not be written."""
+    """Raise, before anything is computed, if the output could not be written."""
     if out.suffix not in SUFFIXES:
         raise ValueError(f"--out '{out}' must end in {' or '.join(SUFFIXES)}")
     if not out.parent.is_dir():
@@ -394,19 +412,22 @@ def check_output(out: Path, prompts: Path, rows: Sequence[Row], token_ids: bool,
 
 
 def write_output(out: Path, prompts: Path, rows: Sequence[Row], results: Sequence[Result]) -> None:
-    """Writes all rows with their results; the file appears when it is complete."""
+    """Write all rows with their results to `out`, which appears only when it is complete."""
     with writing_whole(out) as aside:
         if out.suffix == ".parquet":
             _write_parquet(aside, prompts, rows, results)
             return
-        # A lone surrogate, which JSON may hold and UTF-8 may not, becomes the escape that it came from.
+        # JSON may contain a lone surrogate, but UTF-8 may not. It is written as the escape that it came from.
         with aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
             for row, result in zip(rows, results, strict=True):
                 file.write(json.dumps(row | result, ensure_ascii=False, default=_as_text) + "\n")
 
 
 def _as_text(value: Any) -> str:
-    """What JSON does not know; bytes, such as those of an image, so that they can be read again."""
+    """Convert a value that JSON lacks into a string.
+
+    Bytes, such as those of an image, become a data URL, so that they can be read again.
+    """
     return (
         f"data:application/octet-stream;base64,{b64encode(value).decode()}" if isinstance(value, bytes) else str(value)
     )
@@ -431,17 +452,17 @@ def _write_parquet(aside: Path, prompts: Path, rows: Sequence[Row], results: Seq
 
 
 def _table(prompts: Path, rows: Sequence[Row]) -> pa.Table:
-    """The prompts as a table: with the types of their own file where it has any."""
+    """Return the prompts as a table; a parquet file keeps its column types."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     if prompts.suffix == ".parquet":
         return pq.read_table(prompts)
-    # Not `from_pylist`, which takes the columns of the first row for all there are.
+    # Not `from_pylist`, because it only keeps the columns of the first row.
     names = dict.fromkeys(name for row in rows for name in row)
     try:
         table = pa.table({name: [row.get(name) for row in rows] for name in names})
-        pq.write_table(table.schema.empty_table(), pa.BufferOutputStream())  # some types are no parquet
+        pq.write_table(table.schema.empty_table(), pa.BufferOutputStream())  # fails for types that parquet lacks
         return table
     except (pa.ArrowException, UnicodeError, OverflowError) as error:
         raise ValueError(f"the rows of '{prompts}' do not fit into a parquet table, write .jsonl: {error}") from error

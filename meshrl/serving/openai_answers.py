@@ -1,4 +1,10 @@
-"""Answers in OpenAI's shapes, whole or piece by piece."""
+"""Responses in OpenAI's formats, complete or streamed, and the course of a generation request.
+
+Transcript:   from the rollout's chunks to pieces of text and tokens
+Shape:        from pieces to JSON objects (`CompletionShape`, `ChatShape`)
+Generation:   the requests inside the rollout, with a reliable abort
+Answering:    the ASGI response that waits for a slot, generates and sends
+"""
 
 from __future__ import annotations
 
@@ -24,13 +30,13 @@ from meshrl.rollout.text import BROKEN, TextStream, token_text
 from meshrl.serving.openai_requests import GenerationBody
 from meshrl.serving.service import ApiError, Service
 
-# Written for log-probs of minus infinity, which JSON does not know.
+# Stands for a log-prob of minus infinity, because JSON has no infinity.
 LOWEST = -9999.0
 
 
 @dataclass
 class Piece:
-    """New text and tokens of answer `index` of the whole HTTP request; also a whole answer, gathered from pieces."""
+    """New text and tokens of completion `index` within an HTTP request, or a whole completion gathered from pieces."""
 
     index: int
     text: str = ""
@@ -41,7 +47,7 @@ class Piece:
     finish_reason: str | None = None
 
     def add(self, other: Piece) -> None:
-        """Appends the next piece of the same answer."""
+        """Append the next piece of the same completion."""
         self.text += other.text
         self.token_ids += other.token_ids
         self.log_probs += other.log_probs
@@ -51,9 +57,9 @@ class Piece:
 
 
 class Transcript:
-    """Turns the chunks of all answers into pieces, and counts tokens.
+    """A converter from the chunks of all completions of an HTTP request to pieces with text; it also counts tokens.
 
-    Where an answer `continues` its prompt, its text goes on where that ends.
+    With `continues`, the text of a completion is decoded as a continuation of its prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer, requests: Sequence[Request], continues: bool = False):
@@ -69,7 +75,7 @@ class Transcript:
             self._texts += [TextStream(tokenizer, params.stop, params.min_tokens, before) for _ in range(params.n)]
 
     def piece(self, chunk: Chunk) -> Piece:
-        """What a chunk brought, with its text."""
+        """Convert a chunk of the rollout into a piece with its decoded text."""
         if any(math.isnan(value) for value in chunk.log_probs):
             raise ApiError(500, "the model gave NaN: its weights or the sampling parameters are broken")
         self.completion_tokens += len(chunk.token_ids)
@@ -92,7 +98,7 @@ class Transcript:
         )
 
     def usage(self) -> dict[str, int]:
-        """Tokens read and written."""
+        """Return the token counts of prompts and completions in OpenAI's `usage` format."""
         total = self.prompt_tokens + self.completion_tokens
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -102,12 +108,12 @@ class Transcript:
 
 
 class Shape(ABC):
-    """How one HTTP request is answered: the envelope and its choices."""
+    """The JSON format of the response to one HTTP request: the envelope and its choices."""
 
     prefix: str
     whole_object: str
     part_object: str
-    continues: bool  # whether an answer goes on with the prompt's text, or is one of its own
+    continues: bool  # whether a completion's text continues that of its prompt
 
     def __init__(self, body: GenerationBody, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]):
         self.body, self.tokenizer, self.prompts = body, tokenizer, prompts
@@ -116,7 +122,7 @@ class Shape(ABC):
         self.created = int(time.time())
 
     def envelope(self, choices: list[dict[str, Any]], usage: dict[str, int] | None, part: bool) -> dict[str, Any]:
-        """A response, or one event of a stream."""
+        """Return the JSON object of a whole response, or with `part` of one event of a stream."""
         name = self.part_object if part else self.whole_object
         outer = {"id": self.id, "object": name, "created": self.created, "model": self.body.model, "choices": choices}
         if usage is not None:
@@ -124,20 +130,20 @@ class Shape(ABC):
         return outer
 
     def says_something(self, piece: Piece) -> bool:
-        """Whether a stream has to send this piece."""
+        """Return whether a stream has to send this piece, because it has text, a finish reason or wanted tokens."""
         wants_tokens = self.body.wants_log_probs or self.body.return_token_ids
         return bool(piece.text or piece.finish_reason or (piece.token_ids and wants_tokens))
 
     @abstractmethod
     def part(self, piece: Piece) -> dict[str, Any]:
-        """A choice of a stream's event."""
+        """Return the `choices` entry of a stream event for this piece."""
 
     @abstractmethod
     def whole(self, piece: Piece) -> dict[str, Any]:
-        """A choice of a whole response."""
+        """Return the `choices` entry of a whole response for this completion."""
 
     def ids(self, piece: Piece, with_prompt: bool) -> dict[str, Any]:
-        """Token ids and versions, for those that train on them."""
+        """Return the token ids and weight versions of a piece if the request wants them, for clients that train."""
         if not self.body.return_token_ids:
             return {}
         found: dict[str, Any] = {"token_ids": piece.token_ids, "versions": piece.versions}
@@ -146,14 +152,14 @@ class Shape(ABC):
         return found
 
     def stream(self, index: int) -> TextStream:
-        """What has been read of an answer for the texts of its single tokens."""
+        """Return the decoding state of completion `index` that gives the texts of single tokens."""
         if index not in self._streams:
             before = self.prompts[index // self.body.n] if self.continues else ()
             self._streams[index] = TextStream(self.tokenizer, prompt=before)
         return self._streams[index]
 
     def top(self, piece: Piece, at: int) -> list[tuple[int, float]]:
-        """The likeliest tokens beside token `at`, best first."""
+        """Return the likeliest (token id, log-prob) pairs at token `at` of a piece, best first."""
         return sorted(piece.tops[at].items(), key=lambda pair: -pair[1]) if piece.tops else []
 
 
@@ -177,7 +183,11 @@ class CompletionShape(Shape):
         return choice | self.ids(piece, with_prompt)
 
     def _log_probs(self, piece: Piece) -> dict[str, Any]:
-        """The tokens' texts make up the answer's, and offsets point into it; special ones have a name but no text."""
+        """Build the `logprobs` object of a piece.
+
+        Token strings concatenate to the completion's text, and `text_offset` indexes into that text. Special tokens
+        have a string but contribute no text.
+        """
         stream, offset = self.stream(piece.index), self._offsets.get(piece.index, 0)
         tokens: list[str] = []
         tops: list[dict[str, float]] = []
@@ -188,7 +198,7 @@ class CompletionShape(Shape):
             text = stream.push([token])
             if piece.finish_reason is not None and at == len(piece.token_ids) - 1:
                 text += stream.finish(stopped=False)
-            # Of a character that takes several tokens the last one has the text, the others have none.
+            # If a character takes several tokens, the last token has its text and the others have none.
             own = token_text(self.tokenizer, token) if token in stream.special_ids else text
             tokens.append(own)
             offsets.append(offset)
@@ -196,7 +206,7 @@ class CompletionShape(Shape):
             best: dict[str, float] = {}
             for other, (token_id, value) in zip(others, top, strict=True):
                 best.setdefault(own if token_id == token else other, finite(value))
-            tops.append(best | {own: finite(piece.log_probs[at])})  # also where it is none of the likeliest
+            tops.append(best | {own: finite(piece.log_probs[at])})  # even if it is not among the likeliest
         self._offsets[piece.index] = offset
         return {
             "tokens": tokens,
@@ -240,25 +250,25 @@ class ChatShape(Shape):
 
     @staticmethod
     def _entry(text: str, value: float) -> dict[str, Any]:
-        # A token that is part of a character has bytes that its text does not show.
+        # The text of a token that is part of a character does not show the token's bytes.
         return {"token": text, "logprob": finite(value), "bytes": None if BROKEN in text else list(text.encode())}
 
 
 def finite(log_prob: float) -> float:
-    """A log-prob that JSON can hold."""
+    """Return the log-prob, raised to `LOWEST` if it is lower, because JSON has no infinity."""
     return max(log_prob, LOWEST)
 
 
-# One generation request on its way: through the queue, the rollout, and out to a client that may go away.
+# The course of one generation request: through the queue and the rollout to a client that may disconnect.
 
 ABORT_AGAIN_SECONDS = 0.2
-# How long a client may take to hear why its answer ends.
+# Seconds for sending an error to a client whose request failed.
 LAST_WORDS_SECONDS = 2.0
 log = logging.getLogger(__name__)
 
 
 class Generation:
-    """The chunks of some requests, and the certainty that nothing of them is left in the rollout after `close`."""
+    """A running generation of some requests; after `close`, none of them is left in the rollout."""
 
     def __init__(self, rollout: Rollout, requests: Sequence[Request]):
         self._rollout, self._requests = rollout, requests
@@ -269,20 +279,23 @@ class Generation:
         try:
             async for chunk in self._rollout.generate(self._requests):
                 self._queue.put_nowait(chunk)
-        except Exception as error:  # raised again where the chunks are read
+        except Exception as error:  # raised again in `chunks`
             self._queue.put_nowait(error)
         else:
             self._queue.put_nowait(None)
 
     async def chunks(self) -> AsyncIterator[Chunk]:
-        """The chunks as they come."""
+        """Yield the chunks as they arrive; raise the rollout's error if it fails."""
         while (item := await self._queue.get()) is not None:
             if isinstance(item, Exception):
                 raise item
             yield item
 
     async def close(self) -> None:
-        """Ends what still runs. It is aborted by name, and again if it had not entered the rollout the first time."""
+        """Abort all requests that still run, and wait until the rollout has ended them.
+
+        The abort is repeated, because a request may not have entered the rollout at the first abort.
+        """
         names = [request.request_id for request in self._requests]
         while not self._task.done():
             await asyncio.to_thread(self._rollout.abort, names)
@@ -290,14 +303,14 @@ class Generation:
 
 
 class Answering(Response):
-    """The response to a generation request. It waits for its turn, generates and sends, all in one task."""
+    """The response to a generation request: it waits for a slot, generates and sends, all in one task."""
 
     def __init__(self, service: Service, requests: Sequence[Request], shape: Shape):
         super().__init__()
         self.service, self.requests, self.shape = service, requests, shape
         self._started = time.monotonic()
         self._has_slot = False
-        self._has_begun = False  # whether the client has our headers
+        self._has_begun = False  # whether response headers were sent to the client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not await ended_before_client_left(receive, self._answer(scope, receive, send)):
@@ -323,7 +336,7 @@ class Answering(Response):
         try:
             async with asyncio.timeout(LAST_WORDS_SECONDS):
                 await self._say(error, scope, receive, send)
-        except TimeoutError:  # it has stopped reading; returning ends the connection
+        except TimeoutError:  # the client has stopped reading; returning ends the connection
             log.warning("a client does not read its answer: its connection is closed")
 
     def _too_late(self) -> ApiError:
@@ -358,7 +371,8 @@ class Answering(Response):
         first = True
         async for chunk in generation.chunks():
             if chunk.finish_reason == "error":
-                # An engine in this process refuses at the door what it cannot serve; later errors are its own.
+                # An in-process engine refuses requests that it cannot serve before the first token. Later errors are
+                # failures of the engine.
                 came = transcript.completion_tokens or chunk.token_ids
                 refused = isinstance(self.service.rollout, SteppingRollout) and not came
                 raise ApiError(400 if refused else 500, chunk.error or "the rollout gave no reason")
@@ -403,7 +417,10 @@ async def _send_event(send: Send, event: dict[str, Any]) -> None:
 
 
 async def ended_before_client_left(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
-    """Runs `work` and cancels it, once, if the client goes away; either way it has ended on return."""
+    """Run `work`, cancel it once if the client disconnects, and return whether it ended by itself.
+
+    In both cases `work` has ended on return.
+    """
     task, watch = asyncio.create_task(work), asyncio.create_task(_until_gone(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)

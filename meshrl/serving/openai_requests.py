@@ -1,4 +1,8 @@
-"""The bodies of requests: what may be asked, within which bounds, and what it means to a rollout."""
+"""Request bodies of the server: their fields and bounds, and their translation for a rollout.
+
+Bodies:  pydantic models for completions, chat, weight updates and pauses; `parse` reads them
+Chat:    `chat_prompt` renders messages, images and tools through the model's chat template to token ids
+"""
 
 from __future__ import annotations
 
@@ -18,9 +22,9 @@ from meshrl.rollout.requests import SamplingParams
 from meshrl.serving.service import ApiError
 
 MOST_STOPS, LONGEST_STOP, MOST_BIASES, MOST_TOP_LOG_PROBS = 16, 256, 1024, 20
-# Below this a float32 softmax overflows for ordinary logits.
+# Bounds of the temperature. Below `COLDEST`, a float32 softmax overflows for ordinary logits.
 COLDEST, HOTTEST = 1e-3, 100.0
-# OpenAI's fields that this server does not serve, with the values that ask for nothing.
+# OpenAI's fields that this server does not serve, with the neutral values that it accepts.
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
@@ -31,14 +35,14 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "store": (False,),
 }
-# JSON has no other keys than texts.
+# Not strict, because keys in JSON are always strings.
 TokenKey = Annotated[int, Field(strict=False)]
 StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Body = TypeVar("Body", bound="GenerationBody")
 
 
 class Strict(BaseModel):
-    """No unknown fields, no guessing of types, no NaN; a null is a field left out."""
+    """A request body without unknown fields, type coercion or NaN; a null counts as a missing field."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -59,7 +63,7 @@ class StreamOptions(Strict):
 
 
 class GenerationBody(Strict):
-    """What completions and chat have in common: OpenAI's names, and a rollout's own for what OpenAI lacks."""
+    """Fields common to completions and chat: OpenAI's names first, then rollout options that OpenAI lacks."""
 
     model: str
     n: int = Field(1, ge=1, le=65_536)
@@ -91,20 +95,24 @@ class GenerationBody(Strict):
 
     @property
     def wants_log_probs(self) -> bool:
-        """Whether each token's log-prob is to be returned."""
+        """True if the response must contain the log-prob of each token."""
         raise AssertionError("a kind of request says it")
 
     @property
     def top_log_probs(self) -> int:
-        """How many of the likeliest tokens are to be returned beside each token."""
+        """Number of likeliest tokens to return with each token."""
         raise AssertionError("a kind of request says it")
 
     def wanted_tokens(self) -> int | None:
-        """The most tokens of an answer, or None for as many as fit."""
+        """Return the maximum tokens of a completion, or None for as many as fit into the context."""
         return self.max_tokens
 
     def sampling(self, prompt_tokens: int, context: int, end_tokens: tuple[int, ...]) -> SamplingParams:
-        """The parameters for a prompt of this length."""
+        """Return the sampling parameters for a prompt of `prompt_tokens` tokens.
+
+        `end_tokens` are the model's end tokens. Raise an `ApiError` if the completion does not fit into `context`
+        tokens or a value is invalid.
+        """
         if 0 < self.temperature < COLDEST:
             raise ApiError(400, f"temperature must be 0 or between {COLDEST} and {HOTTEST:g}", "temperature")
         room = context - prompt_tokens
@@ -142,7 +150,10 @@ class GenerationBody(Strict):
             raise ApiError(400, str(error)) from error
 
     def seeds(self, count: int) -> list[int]:
-        """A seed for each prompt: equal prompts must not get equal answers. The first is the one asked for, if any."""
+        """Return a different seed for each prompt, so that equal prompts get different completions.
+
+        The first seed is the requested one, if the request has a seed.
+        """
         first = random.getrandbits(62) if self.seed is None else self.seed
         return [first, *random.Random(first).choices(range(2**62), k=count - 1)]
 
@@ -217,7 +228,7 @@ AnyBody = TypeVar("AnyBody", bound=Strict)
 
 
 def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
-    """A body of this kind, or the first thing that is wrong with it."""
+    """Parse a request body into `kind`; raise a 400 `ApiError` with the first problem found."""
     try:
         return kind.model_validate_json(raw or b"{}")
     except ValidationError as error:
@@ -232,7 +243,7 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
 
 
 def prompts_of(body: CompletionBody) -> list[str | list[int]]:
-    """The prompts of a completion: one or several, each as text or as token ids."""
+    """Return the prompts of a completion request as a list; each prompt is text or token ids."""
     prompt = body.prompt
     if isinstance(prompt, str) or _are_ids(prompt):
         return [prompt]
@@ -245,11 +256,14 @@ def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
-# Chat messages, images and tools through the model's own chat template, to token ids.
+# Chat requests: messages, images and tools are rendered through the model's chat template to token ids.
 
 
 def chat_prompt(tokenizer: Tokenizer, body: ChatBody, sight: PromptImages | None) -> tuple[list[int], Images]:
-    """The prompt that asks the model for its next message, and the images in it; none without `sight`."""
+    """Render the prompt for the model's next message; return its token ids and its images.
+
+    `sight` is the image encoding of a vision-language model. Without it, messages with images are refused.
+    """
     template = tokenizer.chat_template
     if template is None:
         raise ApiError(400, "this model has no chat template: use /v1/completions")
@@ -272,14 +286,14 @@ def chat_prompt(tokenizer: Tokenizer, body: ChatBody, sight: PromptImages | None
             return_dict=False,
             **body.chat_template_kwargs,  # type: ignore[arg-type]
         )
-    except Exception as error:  # templates raise anything for messages that they were not written for
+    except Exception as error:  # templates raise any type of error for messages that they do not support
         raise ApiError(400, f"the chat template refused the messages: {error}", "messages") from error
     if sight is None:
         return list(rendered), ()
     try:
         prompt = sight.expanded(np.asarray(rendered), tuple(images), 0).tolist()
         for image in images:
-            sight.reader.pixels(image)  # here, and not where everyone's tokens are sampled; they are kept
+            sight.reader.pixels(image)  # decoded here, not in the sampling loop of all requests; cached
     except ValueError as error:
         words = error.words if isinstance(error, RowError) else error
         raise ApiError(400, f"messages: {words}", "messages") from error
@@ -287,7 +301,7 @@ def chat_prompt(tokenizer: Tokenizer, body: ChatBody, sight: PromptImages | None
 
 
 def _as_dict(number: int, message: Message, images: list[bytes]) -> dict[str, Any]:
-    """A message as templates take it; the images in it go to `images`, in their order."""
+    """Convert a message into the dict that chat templates take; append its images to `images` in order."""
     role = "system" if message.role == "developer" else message.role
     given: dict[str, Any] = {"role": role, "content": _content(number, message, images)}
     for name in ("name", "tool_call_id", "reasoning_content"):
@@ -300,7 +314,7 @@ def _as_dict(number: int, message: Message, images: list[bytes]) -> dict[str, An
 
 
 def _content(number: int, message: Message, images: list[bytes]) -> str | list[dict[str, str]]:
-    """A text, or parts where there is an image among them."""
+    """Return the content of a message as one string, or as a list of parts if it contains an image."""
     if isinstance(message.content, str):
         return message.content
     parts = []
@@ -317,7 +331,8 @@ def _content(number: int, message: Message, images: list[bytes]) -> str | list[d
 
 
 def _image(number: int, url: str) -> bytes:
-    # Nothing is fetched or read for a caller: an address could be one that only this machine reaches.
+    # Only data URLs: the server fetches no address and reads no file for a client, because the address could be one
+    # that only this machine can reach.
     if not is_data_url(url):
         raise ApiError(
             400, f"messages.{number}: an image must come as a data URL (data:image/...;base64,...)", "messages"
@@ -329,7 +344,10 @@ def _image(number: int, url: str) -> bytes:
 
 
 def _with_parsed_arguments(number: int, call: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI sends a call's arguments as a JSON text; templates write them as JSON themselves."""
+    """Parse the arguments of a tool call.
+
+    OpenAI clients send the arguments as a JSON string, but chat templates serialise them to JSON themselves.
+    """
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ApiError(400, f"messages.{number}: a tool call needs a function with a name", "messages")

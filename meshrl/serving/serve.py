@@ -1,4 +1,4 @@
-"""Opens the socket, runs the server until it is told to end, and closes the rollout."""
+"""The life of the server process: open the socket, run uvicorn until a signal arrives, close the rollout."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from meshrl.config.web_access import is_loopback
 from meshrl.rollout.build import Opened
 from meshrl.serving.settings import Settings
 
-# How long running requests may go on once the server is told to end, and how many connections may wait to be accepted.
+# Seconds that running requests may still take after a signal to end.
 GRACE_SECONDS = 5
+# Connections that may wait to be accepted.
 BACKLOG = 2048
 OPEN_FILES = 65_536
-# Longer than clients keep an idle connection, so that no request meets a closing one.
+# Longer than clients keep an idle connection, so that no request arrives on a connection that is being closed.
 KEEP_ALIVE_SECONDS = 75
 
 
 def serve(opened: Opened, settings: Settings, host: str, port: int, say: Callable[[str], None]) -> None:
-    """Serves until SIGINT or SIGTERM; port 0 takes a free one, and `say` hears which."""
+    """Serve until SIGINT or SIGTERM, then close the rollout.
+
+    Port 0 takes a free port. `say` is called with a line that contains the address.
+    """
     try:
         import uvicorn
 
@@ -48,7 +52,7 @@ def serve(opened: Opened, settings: Settings, host: str, port: int, say: Callabl
     say(f"serving {settings.name} on http://{shown}:{listening.getsockname()[1]} (ctrl-c ends)")
     if not is_loopback(host) and settings.api_key is None:
         say("note: anyone who can reach this address may generate; --api-key sets a key")
-    # uvicorn ends in order and then raises the signal again: this lets it arrive as an exception.
+    # uvicorn shuts down in order and then raises the signal again. The handler turns the signal into an exception.
     before = signal.signal(signal.SIGTERM, _end)
     try:
         uvicorn.Server(config).run(sockets=[listening])
@@ -62,12 +66,12 @@ def _end(number: int, _: FrameType | None) -> None:
 
 
 def check_address(host: str, port: int) -> None:
-    """Raises if nobody could listen there: for before a model is loaded."""
+    """Raise if the server could not listen on this address; called before a model is loaded."""
     _listen(host, port, GRACE_SECONDS).close()
 
 
 def _listen(host: str, port: int, patience: float) -> socket.socket:
-    """A socket whose connections end when a client has read nothing of what waits for it for `patience` seconds."""
+    """Open a listening socket whose connections end if a client leaves data unread for `patience` seconds."""
     if not 0 <= port < 65_536:
         raise ValueError(f"port must be between 0 and 65535, got {port}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -75,13 +79,16 @@ def _listen(host: str, port: int, patience: float) -> socket.socket:
         listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise OSError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # else closing waits until all is read
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # without this option, closing waits until the client has read everything
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(patience * 1000, 2**31 - 1)))
     return listening
 
 
 def _raise_file_limit() -> None:
-    """A connection is an open file, and the usual limit of 1,024 is soon reached."""
+    """Raise this process's limit of open files to `OPEN_FILES` if the hard limit allows.
+
+    Every connection is an open file, and the usual limit of 1,024 is soon reached.
+    """
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(OPEN_FILES, most)
     if now != resource.RLIM_INFINITY and now < wanted:

@@ -1,4 +1,7 @@
-"""The options of `meshrl serve` and `meshrl generate`, and the settings they stand for. Light: `--help` imports it."""
+"""Command-line options of `meshrl serve` and `meshrl generate`, and their conversion into settings.
+
+`--help` imports this module, so heavy imports stay inside the functions.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ TOKEN_VARIABLE, KEY_VARIABLE = "MESHRL_TOKEN", "MESHRL_API_KEY"
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """The model, and the engine that generates with it."""
+    """Add the options for the model and for the engine that generates with it."""
     parser.add_argument("model", help="folder of a Hugging Face model with its tokenizer")
     engine = parser.add_argument_group("engine")
     engine.add_argument("--engine", choices=ENGINES, default="embedded", help="what generates (default: embedded)")
@@ -45,7 +48,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_options(arguments: argparse.Namespace) -> EngineOptions:
-    """The engine's options from the command line."""
+    """Convert parsed arguments into `EngineOptions`; sizes below 1 raise a ValueError."""
     from meshrl.rollout.build import EngineOptions
 
     for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -68,7 +71,7 @@ def engine_options(arguments: argparse.Namespace) -> EngineOptions:
 
 
 def named_values(words: Sequence[str], option: str) -> dict[str, Any]:
-    """Each KEY=VALUE of an option; a value is JSON or, where it is none, a text."""
+    """Parse the KEY=VALUE words of an option; a value that is not JSON stays a string."""
     found: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -82,7 +85,7 @@ def named_values(words: Sequence[str], option: str) -> dict[str, Any]:
 
 
 def add_serve_options(parser: argparse.ArgumentParser) -> None:
-    """Where the server listens, whom it lets in and how much it takes on."""
+    """Add the options for the server's address, its access rules and its limits."""
     add_engine_options(parser)
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
@@ -108,7 +111,7 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
 
 
 def server_settings(arguments: argparse.Namespace) -> Settings:
-    """The server's settings from the command line and the environment."""
+    """Build the server's settings from parsed arguments and environment variables."""
     from pathlib import Path
 
     from meshrl.config.web_access import own_names
@@ -129,7 +132,7 @@ def server_settings(arguments: argparse.Namespace) -> Settings:
 
 
 def add_generate_options(parser: argparse.ArgumentParser) -> None:
-    """Which prompts, where the answers go, and how to sample."""
+    """Add the options for the prompts file, the output file and sampling."""
     add_engine_options(parser)
     files = parser.add_argument_group("files")
     files.add_argument("--prompts", required=True, metavar="FILE", help=".parquet or .jsonl with a prompt in each row")
@@ -159,7 +162,7 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
-    """The sampling parameters from the command line; the model's end tokens are added when it is known."""
+    """Convert parsed arguments into `SamplingParams`, without the end tokens, which need the loaded model."""
     from meshrl.rollout.requests import SamplingParams
 
     return SamplingParams(

@@ -1,4 +1,11 @@
-"""What all routes share: the rollout, its limits and counters, and the calls that change it."""
+"""State and services shared by all routes of the server.
+
+Service:             the rollout with its tokenizer, pauses and weight updates
+ApiError:            error responses in OpenAI's format
+Metrics, Histogram:  counters in Prometheus' text format
+Slots:               limits on running and queued requests
+read_body, save_body: request bodies of limited size and time
+"""
 
 from __future__ import annotations
 
@@ -23,33 +30,37 @@ from meshrl.rollout.weight_files import checked, expected_shapes
 from meshrl.serving.settings import Settings
 
 T = TypeVar("T")
-# How long the metrics wait for an engine that is busy with a weight update.
+# Seconds that /metrics waits for an engine that is busy with a weight update.
 STATS_SECONDS = 2.0
 
 
 class Service:
-    """A rollout being served."""
+    """A rollout being served, with its request slots, metrics and weight updates."""
 
     def __init__(self, opened: Opened, settings: Settings):
         self.opened, self.settings = opened, settings
         self.rollout, self.tokenizer = opened.rollout, opened.tokenizer
         self.slots = Slots(settings.max_concurrency, settings.max_queue)
         self.metrics = Metrics()
-        self.failure: str | None = None  # of the last request, if the rollout failed at it
+        self.failure: str | None = None  # error of the last request, if the rollout failed on it
         config = load_model_config(opened.path, trust_remote_code=opened.trust_remote_code)
         self.shapes, self.tied = expected_shapes(config), tied_names(config)
-        # One at a time: tokenizers change their settings while they work. The first call settles them.
+        # A single thread, because tokenizers change their settings while they work. The first call settles the
+        # settings.
         self._encoder = ThreadPoolExecutor(1, "encode")
         self.tokenizer("0")
         self._changing = asyncio.Lock()
         self._stats: asyncio.Task[dict[str, float]] | None = None
 
     async def encode(self, work: Callable[[], T]) -> T:
-        """Runs a call that uses the tokenizer beside the event loop."""
+        """Run a call that uses the tokenizer in the encoder thread, outside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
     def upload_limit(self) -> int:
-        """The most bytes of an upload: by default those of the weights as float64, and their names."""
+        """Return the largest upload of weights in bytes.
+
+        By default this is the size of all weights in float64, plus 512 bytes per tensor and 1 MiB for the header.
+        """
         if self.settings.max_upload_bytes is not None:
             return self.settings.max_upload_bytes
         total = 0
@@ -61,26 +72,29 @@ class Service:
         return total + (1 << 20)
 
     async def stats(self) -> dict[str, float]:
-        """The rollout's stats, or nothing if it does not answer soon."""
+        """Return the rollout's stats, or an empty dict if they take longer than `STATS_SECONDS`."""
         if self._stats is None or self._stats.done():
             self._stats = asyncio.create_task(asyncio.to_thread(self.rollout.stats))
         await asyncio.wait({self._stats}, timeout=STATS_SECONDS)
         return self._stats.result() if self._stats.done() else {}
 
     async def pause(self, mode: str) -> None:
-        """Holds new requests back, then pauses the rollout."""
+        """Hold back new requests, then pause the rollout in the given mode (keep, abort or wait)."""
         self.slots.shut(True)
         await asyncio.to_thread(self.rollout.pause, mode)
-        if not self.slots.is_shut:  # somebody resumed while the last answers were waited for
+        if not self.slots.is_shut:  # a client resumed while the pause waited for running requests
             await asyncio.to_thread(self.rollout.resume)
 
     async def resume(self) -> None:
-        """Lets the rollout and those that wait go on."""
-        self.slots.shut(False)  # first: a pause that ends now looks at it
+        """Resume the rollout and admit waiting requests."""
+        self.slots.shut(False)  # before the rollout, because a pause that ends now checks `is_shut`
         await asyncio.to_thread(self.rollout.resume)
 
     async def update(self, read: Callable[[], Mapping[str, Tensor]], version: int | None) -> int:
-        """Brings weights in under a version (by default the next); wrong ones are refused before any is copied."""
+        """Load weights into the rollout as `version` (by default the next version) and return the version.
+
+        Wrong names or shapes raise an `ApiError` before any weight is copied. If copying fails, the server is paused.
+        """
         if self._changing.locked():
             raise ApiError(409, "another weight update is under way: try again later", retry_after=1)
         async with self._changing:
@@ -95,7 +109,7 @@ class Service:
             try:
                 await asyncio.to_thread(self.rollout.update_weights, weights.items(), version)
             except Exception as error:
-                # Some weights may be new and some old: nothing may be generated with them.
+                # Some weights may be new and some old, so generation must stop.
                 await self.pause("keep")
                 raise ApiError(
                     500, f"the update failed and the server is paused; send the weights again, then resume: {error}"
@@ -104,12 +118,12 @@ class Service:
             return version
 
     def close(self) -> None:
-        """Ends the rollout."""
+        """Stop the encoder thread and close the rollout."""
         self._encoder.shutdown(wait=False, cancel_futures=True)
         self.rollout.close()
 
 
-# What the server says when it cannot serve: a status, a sentence, and for overload when to come back.
+# Error responses: an HTTP status, a sentence, and for overload the seconds after which to retry.
 
 KINDS = {
     401: "authentication_error",
@@ -123,30 +137,30 @@ KINDS = {
 
 
 class ApiError(Exception):
-    """An answer in OpenAI's error shape."""
+    """An error that becomes an HTTP response in OpenAI's error format."""
 
     def __init__(self, status: int, message: str, param: str | None = None, retry_after: int | None = None):
         super().__init__(message)
         self.status, self.message, self.param, self.retry_after = status, message, param, retry_after
 
     def body(self) -> dict[str, Any]:
-        """The error object, as in a response and in a stream."""
+        """Return the error object for the body of a response or for an event of a stream."""
         kind = KINDS.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
     def response(self) -> JSONResponse:
-        """The error as a whole answer."""
+        """Return the error as a complete HTTP response with its status and headers."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body(), self.status, headers)
 
 
-# Counts and times in Prometheus' text format.
+# Counters and histograms in Prometheus' text format.
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-# What a rollout's stats count up; all else goes up and down.
+# Rollout stats that only grow and are exported as counters. All other stats are exported as gauges.
 COUNTERS = {
     "generated_tokens",
     "finished",
@@ -160,19 +174,19 @@ COUNTERS = {
 
 
 class Histogram:
-    """How many observations fell below each bound."""
+    """A histogram of durations over the bucket bounds `SECONDS`."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(SECONDS) + 1)
         self._sum = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Counts one observation."""
+        """Add one observed duration in seconds to its bucket."""
         self._counts[bisect.bisect_left(SECONDS, seconds)] += 1
         self._sum += seconds
 
     def lines(self, name: str, text: str) -> list[str]:
-        """The histogram in the text format."""
+        """Return the histogram as lines of Prometheus' text format, with cumulative buckets."""
         lines, total = _head(name, text, "histogram"), 0
         for bound, responses in zip((*map(repr, SECONDS), "+Inf"), self._counts, strict=True):
             total += responses
@@ -181,7 +195,7 @@ class Histogram:
 
 
 class Metrics:
-    """What the server counts itself; what the rollout counts is added when asked for."""
+    """Counters and histograms of the server; `text` adds the rollout's own stats."""
 
     def __init__(self) -> None:
         self.responses: Counter[tuple[str, int]] = Counter()
@@ -189,7 +203,7 @@ class Metrics:
         self.first_token, self.request = Histogram(), Histogram()
 
     def text(self, running: int, waiting: int, stats: Mapping[str, float]) -> str:
-        """Everything, one metric a line."""
+        """Return all metrics in Prometheus' text format, including the rollout's `stats`."""
         name = "meshrl_http_responses_total"
         lines = _head(name, "Responses by route and status.", "counter")
         for (route, status), responses in sorted(self.responses.items()):
@@ -221,15 +235,18 @@ def _single(name: str, text: str, kind: str, value: float) -> list[str]:
     return [*_head(name, text, kind), f"{name} {value!r}"]
 
 
-# What keeps the server standing: bodies of limited size and time, few requests at once, a short queue.
+# Overload protection: limits on concurrent requests, on the queue, and on the size and time of request bodies.
 
 LONGEST_RETRY = 60
-# How much the newest request counts in the mean time of a request.
+# Weight of the newest request in the moving average of request times.
 NEWEST = 0.1
 
 
 class Slots:
-    """Lets `concurrency` requests run and `queue` wait, first come first served; while shut none starts."""
+    """A first-come, first-served limit of `concurrency` running requests and `queue` waiting requests.
+
+    While it is shut, no request starts.
+    """
 
     def __init__(self, concurrency: int, queue: int):
         self.concurrency, self.queue = concurrency, queue
@@ -240,11 +257,11 @@ class Slots:
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
+        """Number of requests in the queue that have no slot yet."""
         return len(self._waiting)
 
     def check(self) -> None:
-        """Raises if a request that came now would be refused."""
+        """Raise a 503 `ApiError` if a new request would find all slots taken and the queue full."""
         if not self._has_room() and len(self._waiting) >= self.queue:
             state = "paused" if self.is_shut else f"busy with {count(self.running, 'request')}"
             raise ApiError(
@@ -254,13 +271,16 @@ class Slots:
             )
 
     def retry_after(self) -> int:
-        """Seconds until the queue has probably moved on."""
+        """Return the expected seconds until a slot is free, between 1 and `LONGEST_RETRY`."""
         expected = self._mean_seconds * (1 + len(self._waiting) / self.concurrency)
         return min(max(math.ceil(expected), 1), LONGEST_RETRY)
 
     @asynccontextmanager
     async def taken(self) -> AsyncIterator[None]:
-        """Inside, the caller holds a slot; raises at once if even the queue is full."""
+        """Hold a slot for the `with` block, after waiting in the queue if necessary.
+
+        Raise at once if the queue is full.
+        """
         self.check()
         if self._has_room():
             self.running += 1
@@ -274,7 +294,7 @@ class Slots:
             self._release()
 
     def shut(self, is_shut: bool) -> None:
-        """Closes or opens the way for those that wait."""
+        """Stop admitting requests, or admit waiting requests again."""
         self.is_shut = is_shut
         self._admit()
 
@@ -287,7 +307,7 @@ class Slots:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # its turn came just then
+            if not turn.cancelled():  # its turn came just before the cancellation
                 self._release()
             elif turn in self._waiting:
                 self._waiting.remove(turn)
@@ -306,7 +326,7 @@ class Slots:
 
 
 async def read_body(request: Request, limit: int, seconds: float) -> bytes:
-    """The whole body, if it has at most `limit` bytes and comes within `seconds`."""
+    """Read the whole request body; raise an `ApiError` if it exceeds `limit` bytes or takes more than `seconds`."""
     body = bytearray()
     async for part in _parts(request, limit, seconds):
         body += part
@@ -314,7 +334,10 @@ async def read_body(request: Request, limit: int, seconds: float) -> bytes:
 
 
 async def save_body(request: Request, file: BinaryIO, limit: int, seconds: float) -> int:
-    """Writes the body to a file under the same conditions; returns its size."""
+    """Write the request body to `file` and return its size in bytes.
+
+    Raise an `ApiError` if the body exceeds `limit` bytes or takes more than `seconds`.
+    """
     size = 0
     async for part in _parts(request, limit, seconds):
         size += await asyncio.to_thread(file.write, part)

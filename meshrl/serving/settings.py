@@ -1,4 +1,4 @@
-"""The server's own settings."""
+"""Settings of the HTTP server: access, limits and timeouts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from meshrl.config.web_access import own_names
 
 @dataclass(frozen=True)
 class Settings:
-    """Without a `token` nobody may pause or update; without an `api_key` anyone may ask."""
+    """Name, access rules, limits (requests, bytes) and timeouts (seconds) of the HTTP server.
+
+    Without a `token`, the routes that pause the server or update weights are closed. Without an `api_key`, any client
+    may generate.
+    """
 
     name: str
     token: str | None = None
@@ -21,7 +25,7 @@ class Settings:
     max_answers: int = 128
     request_seconds: float = 600.0
     body_seconds: float = 30.0
-    # The names this server answers to where no key is asked for; "*": any.
+    # Accepted host names for a server without an API key; "*" accepts any name.
     names: frozenset[str] = own_names("127.0.0.1")
 
     def __post_init__(self) -> None:

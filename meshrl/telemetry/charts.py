@@ -1,4 +1,11 @@
-"""The report's charts: curves and heat maps as SVG, whose colours follow the page, and curves.png by matplotlib."""
+"""Charts of the report.
+
+draw_panel:   curves and stacked areas as SVG
+draw_spread:  a distribution over the samples and steps as an SVG heat map
+write_curves: all panels in one PNG, by matplotlib
+
+The SVG charts take their colours from the page's style sheet, so they follow its light and dark themes.
+"""
 
 import math
 import warnings
@@ -13,7 +20,7 @@ from meshrl.telemetry.metrics import Spread
 from meshrl.telemetry.page import number, visible
 from meshrl.telemetry.panels import COLORS, Panel, Series, smooth, smoothing_window, starts_at_zero, thin
 
-# The report's curves as SVG: colours come from the page's style sheet, so they follow light and dark.
+# Curves as SVG. Sizes are in SVG units; `_MAX_HITS` limits the columns that react to the pointer.
 
 WIDTH, HEIGHT = 480, 250
 LEFT, RIGHT, TOP, BOTTOM = 68, 12, 12, 38
@@ -22,7 +29,7 @@ _MAX_HITS = 120
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps values of an axis to pixels, linearly or by their logarithm."""
+    """A mapping from the values of an axis to pixels, linear or logarithmic."""
 
     low: float
     high: float
@@ -34,13 +41,13 @@ class Scale:
         low, high, at = self.low, self.high, value
         if self.log:
             low, high, at = math.log10(low), math.log10(high), math.log10(at)
-        if high == low:  # so large that one step more is none
+        if high == low:  # values so large that floating point cannot tell the ends apart
             return (self.start + self.end) / 2
         return self.start + (at - low) / (high - low) * (self.end - self.start)
 
 
 def draw_panel(panel: Panel) -> str:
-    """One panel as an `<svg>` element; its title and legend are the page's."""
+    """Draw one panel as an `<svg>` element, without title and legend, which the page draws."""
     bands = _bands(panel) if panel.stacked else []
     curves = [] if panel.stacked else [_thinned(curve) for curve in panel.series]
     drawn = bands or curves
@@ -57,7 +64,7 @@ def draw_panel(panel: Panel) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 110, height: int = 22) -> str:
-    """A small curve without axes, for a table cell."""
+    """Draw a small curve without axes for a table cell; return "" for fewer than two values."""
     _, thinned = thin(range(len(values)), values, 60)
     if len(thinned) < 2:
         return ""
@@ -71,12 +78,12 @@ def sparkline(values: Sequence[float], width: int = 110, height: int = 22) -> st
     )
 
 
-# Below this, steps between ticks would be no normal floating-point numbers.
+# For smaller spans, the steps between ticks would be denormal floating-point numbers.
 SMALLEST_SPAN = 1e-290
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round numbers that cover low..high; a span too small to show is widened."""
+    """Return about `count` round numbers that cover `low` to `high`; a span too small to show is widened."""
     size = max(abs(low), abs(high))
     if high - low <= max(1e-9 * size, SMALLEST_SPAN):
         pad = 0.1 * abs(low) if size > SMALLEST_SPAN else 1.0
@@ -95,7 +102,7 @@ def _thinned(curve: Series) -> Series:
 
 
 def _bands(panel: Panel) -> list[Series]:
-    """The upper edges of the stacked phases."""
+    """Return the upper edges of the stacked phases as curves, from the bottom up."""
     edges: list[Series] = []
     for curve in map(_thinned, panel.series):
         below = edges[-1].values if edges else [0.0] * len(curve.values)
@@ -117,7 +124,7 @@ def _y_scale(panel: Panel, drawn: Sequence[Series]) -> Scale:
     low, high = min(values), max(values)
     if panel.log_scale:
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-        # Means of many points may all be alike where the points were not.
+        # At least one decade, because thinning to means may leave only equal values.
         return Scale(10.0**first, 10.0 ** max(first + 1, last), HEIGHT - BOTTOM, TOP, log=True)
     if panel.stacked or starts_at_zero(values):
         low = 0.0
@@ -136,7 +143,7 @@ def _grid(x: Scale, y: Scale) -> str:
 
 
 def grid(ticks: Sequence[float], y: Scale) -> str:
-    """Lines across at the ticks, with their numbers at the left."""
+    """Draw horizontal grid lines at the ticks, with the tick labels on the left."""
     parts = []
     for tick in ticks:
         at = f"{y(tick):.1f}"
@@ -146,7 +153,7 @@ def grid(ticks: Sequence[float], y: Scale) -> str:
 
 
 def step_names(places: Sequence[tuple[float, float]]) -> str:
-    """The line below a picture, and the numbers of steps at their places."""
+    """Draw the x axis and its labels; `places` are (x in pixels, step) pairs."""
     base = HEIGHT - BOTTOM
     names = [f'<text x="{x:.1f}" y="{base + 15}" text-anchor="middle">{step:,.0f}</text>' for x, step in places]
     return f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>' + "".join(names)
@@ -166,7 +173,7 @@ def _tick(value: float, ticks: Sequence[float], log: bool) -> str:
 
 
 def axis_names(unit: str) -> str:
-    """What the axes show."""
+    """Draw the axis titles: "step" below, and `unit` at the left."""
     middle = (TOP + HEIGHT - BOTTOM) / 2
     return (
         f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 5}" text-anchor="middle">step</text>'
@@ -195,7 +202,7 @@ def _curve(curve: Series, x: Scale, y: Scale) -> str:
 
 
 def _areas(bands: Sequence[Series], x: Scale, y: Scale) -> list[str]:
-    """The bands between neighbouring edges."""
+    """Draw each band as the polygon between its upper edge and the edge below."""
     areas = []
     lower: Sequence[float] = [0.0] * len(bands[0].values)
     for band in bands:
@@ -206,7 +213,10 @@ def _areas(bands: Sequence[Series], x: Scale, y: Scale) -> list[str]:
 
 
 def _hits(curves: Sequence[Series], x: Scale) -> str:
-    """Invisible columns that show the values of their step when pointed at, with or without a script."""
+    """Draw invisible columns that show the values of their step under the pointer.
+
+    The text is a `<title>` element, so that it appears without a script as well.
+    """
     at: dict[float, list[str]] = {}
     for curve in curves:
         for step, value in zip(curve.steps, curve.values, strict=True):
@@ -222,7 +232,7 @@ def _hits(curves: Sequence[Series], x: Scale) -> str:
 
 
 def hit(left: float, right: float, middle: float, text: str) -> str:
-    """A column that shows a text when pointed at, and a line at its place."""
+    """Draw a column from `left` to `right` that shows a text and a vertical line at `middle` under the pointer."""
     return (
         f'<g class="hit"><title>{escape(text)}</title>'
         f'<rect x="{left:.1f}" y="{TOP}" width="{max(right - left, 0.1):.1f}" height="{HEIGHT - BOTTOM - TOP}"/>'
@@ -230,13 +240,13 @@ def hit(left: float, right: float, middle: float, text: str) -> str:
     )
 
 
-# How a quantity is spread over the samples, step by step: a field of cells, darker where more samples are.
+# Heat maps: the distribution of a quantity over the samples, step by step. A cell is darker if it has more samples.
 
 _LEVELS = 8
 
 
 def draw_spread(spread: Spread) -> str:
-    """One spread as an `<svg>` element; its title is the page's."""
+    """Draw a distribution over steps as an `<svg>` element, without its title, which the page draws."""
     columns, rows = len(spread.shares), len(spread.shares[0])
     x = Scale(0, columns, LEFT, WIDTH - RIGHT)
     y = Scale(0, rows, HEIGHT - BOTTOM, TOP)
@@ -245,7 +255,7 @@ def draw_spread(spread: Spread) -> str:
     for column, shares in enumerate(spread.shares):
         for row, share in enumerate(shares):
             if share > 0:
-                # The root lifts rare values: one sample in a hundred can still be seen.
+                # The square root lifts rare values, so that one sample in a hundred is still visible.
                 level = max(1, math.ceil(_LEVELS * math.sqrt(share / most) - 1e-9))
                 left, top, right, bottom = x(column), y(row + 1), x(column + 1), y(row)
                 cell = f"M{left:.1f} {top:.1f}H{right:.1f}V{bottom:.1f}H{left:.1f}z"
@@ -260,7 +270,7 @@ def draw_spread(spread: Spread) -> str:
 
 
 def quantile(spread: Spread, column: int, share: float) -> float:
-    """The value below which this share of a column's samples lies, even within a bin."""
+    """Return the value below which this share of a column's samples lies, interpolated within a bin."""
     size = (spread.high - spread.low) / len(spread.shares[column])
     below = 0.0
     for row, part in enumerate(spread.shares[column]):
@@ -271,7 +281,7 @@ def quantile(spread: Spread, column: int, share: float) -> float:
 
 
 def _names(spread: Spread, y: Scale) -> str:
-    """The rows by name, or a scale of their values."""
+    """Draw the row labels, or a value axis if the rows are bins without labels."""
     rows = len(spread.shares[0])
     if spread.labels:
         return "".join(
@@ -286,7 +296,7 @@ def _names(spread: Spread, y: Scale) -> str:
 
 
 def _steps(spread: Spread, x: Scale) -> str:
-    """The names of the steps below: columns may stand for several."""
+    """Draw the step axis below the cells; a column may cover several steps."""
     first, last, count = spread.steps[0], spread.steps[-1], len(spread.steps)
     if count == 1:
         return step_names([(x(0.5), first)])
@@ -308,7 +318,7 @@ def _column_hits(spread: Spread, x: Scale) -> str:
     return "".join(parts)
 
 
-# curves.png: the panels of a run in one picture, drawn by matplotlib without touching its global state.
+# curves.png: all panels of a run in one picture, drawn by matplotlib without changing matplotlib's global state.
 
 PNG_COLORS = (
     *("#2a6fdb", "#e0631b", "#14967a", "#9457c9", "#c99a06", "#d1477a", "#3fa7d6", "#9aa1ab"),
@@ -316,22 +326,23 @@ PNG_COLORS = (
     *("#f0a884", "#ead78f", "#8fc1f2", "#aed8a6", "#d78fc0"),
 )
 _INK, _MUTED, _GRID = "#1c2430", "#5d6775", "#e6e9ee"
-# Inches. Fixed ones: a layout that looks for them draws everything twice, longer than a short run trains.
+# Sizes in inches. They are fixed, because an automatic layout draws everything twice, which takes longer than a short
+# run trains.
 _WIDTH, _HEIGHT, _HEAD = 5.2, 3.5, 0.55
 _LEFT, _RIGHT, _ABOVE, _BELOW = 0.95, 0.2, 0.55, 0.6
 
 
 def write_curves(panels: list[Panel], title: str, path: Path) -> None:
-    """Draws the panels into a PNG."""
+    """Draw all panels into one PNG file, which appears only when it is complete."""
     figure = curves_figure(panels, title)
     with writing_whole(path) as aside, warnings.catch_warnings():
-        # A name in a script that the built-in font lacks is drawn with boxes; that is no concern of the run.
+        # Characters that the built-in font lacks are drawn as boxes. The run needs no warning about them.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure.savefig(aside, format="png")
 
 
 def curves_figure(panels: list[Panel], title: str) -> Any:
-    """The panels, two or three in a row, as a matplotlib figure."""
+    """Draw the panels, two or three in a row, into a matplotlib figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -352,13 +363,19 @@ def curves_figure(panels: list[Panel], title: str) -> Any:
 
 
 def _with_margin(first: float, last: float) -> tuple[float, float]:
-    """The range of all panels, so that what happened at once stands at one place."""
+    """Return the step range with a margin.
+
+    All panels use the same range, so that events of one step are at the same place in every panel.
+    """
     room = 0.02 * (last - first) or 0.5
     return first - room, last + room
 
 
 def _margins(columns: int, rows: int) -> dict[str, float]:
-    """What matplotlib wants to know of the room around and between the panels, each in shares of its own."""
+    """Return matplotlib's `gridspec_kw` with the margins around and between the panels.
+
+    Outer margins are fractions of the figure, and gaps are fractions of one panel.
+    """
     width, height = _WIDTH * columns, _HEIGHT * rows + _HEAD
     return {
         "left": _LEFT / width,
@@ -386,7 +403,7 @@ def _draw(axes: Any, panel: Panel) -> None:
         elif starts_at_zero(value for curve in panel.series for value in curve.values):
             axes.set_ylim(bottom=0)
     if not panel.log_scale:
-        # Each tick in full: matplotlib's common factor would stand in the title.
+        # Full tick labels, because matplotlib would draw a common factor over the title.
         axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("step", fontsize=9.5, color=_MUTED)
     axes.set_ylabel(_safe(panel.unit), fontsize=9.5, color=_MUTED)
@@ -398,7 +415,7 @@ def _draw(axes: Any, panel: Panel) -> None:
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color("#c4cad3")
     if panel.stacked:
-        # Room above the stack, so that the legend hides nothing of it.
+        # Leaves room above the stack for the legend.
         axes.set_ylim(0, axes.get_ylim()[1] * 1.35)
         axes.legend(fontsize=8, labelcolor=_INK, ncols=3, frameon=False, loc="upper right", columnspacing=1.2)
     elif len(panel.series) > 1 or panel.series[0].sparse:
@@ -425,6 +442,9 @@ def _draw_stack(axes: Any, panel: Panel) -> None:
 
 
 def _safe(text: str) -> str:
-    """Text as it is: no math mode from a `$`, and no leading underscore, which would hide it from the legend."""
+    """Escape a text for a title or legend of matplotlib.
+
+    A `$` would start math mode, and a leading underscore would hide a label from the legend.
+    """
     shown = visible(text, 60).replace("\n", " ").replace("$", r"\$")
     return " " + shown if shown.startswith("_") else shown

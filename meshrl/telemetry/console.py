@@ -1,4 +1,8 @@
-"""What the terminal shows of a run: one line per step and, where someone watches, a progress bar."""
+"""Console output of a run: one line per step and, on an interactive terminal, a progress bar.
+
+StepConsole:   the tracker that prints step lines, with columns for PPO, SFT and preference training
+counting_bar:  a progress bar for counted work outside the steps
+"""
 
 from __future__ import annotations
 
@@ -28,9 +32,9 @@ _PHASE_LABELS = {"update_actor": "update", "update_critic": "critic", "old_log_p
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the step line: its heading, the metrics it may show (the first that is there) and how.
+    """A column of the step line with a heading.
 
-    `absent` is shown on the lines without the metric.
+    It shows the first of the metrics `names` that was logged, formatted by `form`. `absent` is shown if none was.
     """
 
     heading: str
@@ -41,7 +45,10 @@ class Column:
 
 
 def plain(digits: int) -> Callable[[float], str]:
-    """Fixed digits with thousands separators; very small and very large numbers go scientific."""
+    """Return a formatter with fixed digits and thousands separators.
+
+    Very small and very large numbers are formatted in scientific notation.
+    """
 
     def form(value: float) -> str:
         small = 0 < abs(value) < 0.5 * 10**-digits
@@ -51,11 +58,11 @@ def plain(digits: int) -> Callable[[float], str]:
 
 
 def scientific(value: float) -> str:
-    """Two digits and an exponent; zero stays a plain 0."""
+    """Format a number with two digits and an exponent; zero becomes a plain 0."""
     return f"{value:.1e}" if value else "0"
 
 
-# The name under which a step line knows the mean accuracy over the data sources.
+# A metric that exists only for the step line: the mean accuracy over the data sources.
 _ACCURACY = "val-core/mean accuracy"
 _TAIL_COLUMNS = (
     Column("tokens/s", ("perf/throughput",), plain(0), 10),
@@ -90,9 +97,10 @@ PREFERENCE_COLUMNS = (
 
 
 class StepConsole:
-    """Prints a line for each step; on an interactive terminal a bar below shows steps, time, ETA and the phase.
+    """A tracker that prints a line for each step.
 
-    It is a tracker: `log` prints. A console that is no terminal (a file, CI) gets plain lines only.
+    On an interactive terminal, a bar below the lines shows steps, time, ETA and the current phase. Other consoles
+    (a file, CI) get plain lines only.
     """
 
     def __init__(
@@ -114,7 +122,10 @@ class StepConsole:
         self._finished = False
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Prints the step's line, a header before every 25th, and the accuracies where there are several."""
+        """Print the step's line, with a header before every 25th line.
+
+        Validation accuracies get a separate line if there are several or if the step line cannot show them.
+        """
         has_line = any(name in metrics for column in self._columns for name in column.names)
         if has_line:
             if self._lines % _HEADER_EVERY == 0:
@@ -129,12 +140,12 @@ class StepConsole:
             self._print(f"validation at step {step}: {shown}", crop=False)
 
     def message(self, text: str) -> None:
-        """Prints a line of text above the bar."""
+        """Print a line of text above the bar."""
         self._print(text, crop=False)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Shows the phase in the bar while the `with` block runs."""
+        """Show the phase in the bar while the `with` block runs."""
         before = self._phase
         self.show_phase(name)
         try:
@@ -143,13 +154,13 @@ class StepConsole:
             self.show_phase(before)
 
     def show_phase(self, name: str) -> None:
-        """Shows the phase in the bar from now on; "" for none."""
+        """Show the phase in the bar from now on; "" shows none."""
         self._phase = name
         if bar := self._running_bar():
             bar.update(self._task, phase=_PHASE_LABELS.get(name, name))
 
     def finish(self) -> None:
-        """Takes the bar down for good; lines can still be printed."""
+        """Remove the bar for good; lines can still be printed."""
         self._finished = True
         if self._bar is not None:
             self._bar.stop()
@@ -164,12 +175,12 @@ class StepConsole:
         self.finish()
 
     def header(self) -> str:
-        """The headings, aligned with `line`."""
+        """Return the column headings, aligned with the text of `line`."""
         cells = [f"{'step':>{self._step_width()}}", *(f"{c.heading:>{c.width}}" for c in self._columns)]
         return "".join(cells) + "  where the time went"
 
     def line(self, metrics: Mapping[str, float], step: int) -> str:
-        """One step in one line of text."""
+        """Return one line of text with a step's columns and its largest time shares."""
         total = "" if self.total_steps is None else f"/{self.total_steps}"
         cells = [f"{f'{step}{total}':>{self._step_width()}}"]
         means = [value for name, value in validation_accuracies(metrics).items() if "mean@" in name]
@@ -178,7 +189,7 @@ class StepConsole:
         return ("".join(cells) + f"  {time_shares(metrics)}").rstrip()
 
     def _is_narrow(self) -> bool:
-        """Whether the terminal cuts columns off."""
+        """Return whether an interactive terminal is too narrow for all columns."""
         needed = self._step_width() + sum(column.width for column in self._columns)
         return self.console.is_interactive and self.console.width < needed
 
@@ -186,7 +197,7 @@ class StepConsole:
         return 9 if self.total_steps is None else max(9, 2 * len(str(self.total_steps)) + 2)
 
     def _print(self, line: str, style: str = "", crop: bool = True) -> None:
-        # Only a terminal has a width to keep to; a file gets the whole line.
+        # Lines are cut to the width of a terminal only; a file gets whole lines.
         cut = crop and self.console.is_interactive
         text = Text(line, style=style)
         if cut:
@@ -195,7 +206,7 @@ class StepConsole:
             self.console.print(text, soft_wrap=True)
 
     def _running_bar(self) -> Progress | None:
-        """The bar, started when it is first needed; none without a terminal or after `finish`."""
+        """Return the bar, and start it at the first call; return None without a terminal or after `finish`."""
         if self._bar is None and self.console.is_interactive and not self._finished:
             total = "/{task.total:.0f}" if self.total_steps else ""
             self._bar = Progress(
@@ -208,7 +219,7 @@ class StepConsole:
                 console=self.console,
                 refresh_per_second=4,
                 expand=True,
-                # A step may take minutes: the estimate has to look further back than rich's 30 seconds.
+                # The estimate looks back a day instead of rich's 30 seconds, because a step may take minutes.
                 speed_estimate_period=86400.0,
             )
             self._task = self._bar.add_task("", total=self.total_steps, completed=self._first_step, phase=self._phase)
@@ -217,7 +228,10 @@ class StepConsole:
 
 
 def validation_accuracies(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The validation accuracies among the metrics, as `source mean@n` and `source pass@k` (pass@1 is the mean)."""
+    """Return the validation accuracies among the metrics, named `source mean@n` and `source pass@k`.
+
+    pass@1 is left out, because it equals the mean.
+    """
     found = {}
     for name, value in metrics.items():
         if (match := VALIDATION.match(name)) and (match["kind"], match["n"]) != ("pass", "1"):
@@ -226,7 +240,7 @@ def validation_accuracies(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def time_shares(metrics: Mapping[str, float], top: int = 3) -> str:
-    """The phases that took most of the step, with their percent."""
+    """Return a text with the `top` longest phases of a step and their percentages."""
     seconds = {
         name.removeprefix("timing_s/"): value
         for name, value in metrics.items()
@@ -249,12 +263,15 @@ def _cell(column: Column, metrics: Mapping[str, float]) -> str:
     return column.absent
 
 
-# A bar for work that is counted, where someone watches.
+# A progress bar for counted work, on a terminal only.
 
 
 @contextmanager
 def counting_bar(words: str, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
-    """Gives a function that takes how many of how many are done; the bar goes when the work is over."""
+    """Show a progress bar during the `with` block; yield a function `show(done, total)` that updates the bar.
+
+    The bar disappears at the end of the block. Without a terminal nothing is shown.
+    """
     console = console or Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -1,9 +1,11 @@
-"""How much memory a phase took: of a GPU what torch has allocated, on a CPU the process's resident memory.
+"""Peak memory of phases, and profilers inside a worker.
 
     with MemoryLog("old_log_prob", device):     # or @MemoryLog("old_log_prob") above a function
         ...
 
-The peaks of blocks like this come with the worker's ledger and are metrics of the step.
+On a GPU, memory means what torch has allocated; on a CPU, it means the resident memory of the process. The peaks of
+such blocks are recorded in the worker's ledger and become metrics of the step. `ProcessProfiler` records a torch trace,
+a memory snapshot or marks for Nsight Systems.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Meter(Protocol):
-    """Tells how much memory is in use, and the most there has been since its peak was reset."""
+    """An interface for reading the memory in use and its peak since the last reset, in bytes."""
 
-    names: tuple[str, str, str]  # of the metrics: before, after and at the peak
+    names: tuple[str, str, str]  # metric names for the memory before, after and at the peak
 
     def used(self) -> int: ...
 
@@ -44,7 +46,7 @@ class Meter(Protocol):
 
 
 class CudaMeter:
-    """What torch has allocated of one GPU."""
+    """A meter of the memory that torch has allocated on one GPU."""
 
     names = ("before_gib", "after_gib", "max_allocated_gib")
 
@@ -73,7 +75,7 @@ class CudaMeter:
 
 
 class ProcessMeter:
-    """Resident memory of this process. Where the system cannot forget its peak there is none to tell."""
+    """A meter of the resident memory of this process; `peak` is None if the system cannot reset the peak."""
 
     names = ("before_rss_gib", "after_rss_gib", "max_rss_gib")
     can_reset = False
@@ -92,9 +94,10 @@ class ProcessMeter:
 
 
 class PeakMemory:
-    """Watches a device, or the process, from its making on. Two at a time share one peak: the later one's.
+    """A measurement of memory from construction on, for a device or for the process.
 
-    With `budget_bytes`, a phase that takes more (and more than there was before it) is an error that names it.
+    Two measurements at the same time share one peak, which counts from the construction of the later one. With
+    `budget_bytes`, a phase whose peak exceeds both the budget and the memory before it raises a MemoryError.
     """
 
     def __init__(
@@ -106,7 +109,10 @@ class PeakMemory:
         self.before = self.meter.used()
 
     def metrics(self, phase: str) -> dict[str, float]:
-        """GiB before and after the phase, and its peak: allocated and reserved on a GPU, resident on a CPU."""
+        """Return `memory/<phase>/...` metrics in GiB: before, after and at the peak.
+
+        On a GPU the peaks are of allocated and reserved memory, on a CPU of resident memory.
+        """
         names, peak = self.meter.names, self.meter.peak()
         found = {names[0]: self.before, names[1]: self.meter.used()}
         found |= {} if peak is None else {names[2]: peak} | self.meter.further()
@@ -120,12 +126,12 @@ class PeakMemory:
 
 
 def meter_of(device: torch.device | None) -> CudaMeter | ProcessMeter:
-    """What tells of a device's memory."""
+    """Return the memory meter of a CUDA device, or of this process for any other device."""
     return ProcessMeter() if device is None or device.type != "cuda" else CudaMeter(device)
 
 
 def _remedy(phase: str) -> str:
-    """What to change after a phase took too much."""
+    """Return advice on the config keys that lower a phase's memory."""
     if phase.startswith("switch_"):
         return (
             "lower rollout.gpu_memory_utilization or rollout.update_weights_bucket_megabytes, or set param_offload and "
@@ -137,9 +143,10 @@ def _remedy(phase: str) -> str:
 
 
 class MemoryLog(ContextDecorator):
-    """Measures a block, or a decorated function: into the ledger this thread works for, and the log (level DEBUG).
+    """A context manager or decorator that measures the memory of a block or function.
 
-    `budget_bytes` as in `PeakMemory`.
+    The peaks go to the current ledger of this thread, and all values go to the log (level DEBUG). `budget_bytes` is
+    the limit of `PeakMemory`.
     """
 
     def __init__(self, phase: str, device: torch.device | None = None, budget_bytes: int | None = None):
@@ -150,7 +157,7 @@ class MemoryLog(ContextDecorator):
         return MemoryLog(self.phase, self.device, self.budget_bytes)
 
     def start(self) -> MemoryLog:
-        """Begins to measure what is no block: `note` tells of the peak so far."""
+        """Start to measure outside a `with` block; `note` then records the peak so far."""
         self._peak = PeakMemory(self.device, self.budget_bytes)
         return self
 
@@ -161,11 +168,11 @@ class MemoryLog(ContextDecorator):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._peak.budget_bytes = None  # what went wrong inside is what is told
+            self._peak.budget_bytes = None  # the error inside the block must not be replaced
         self.note()
 
     def note(self) -> None:
-        """Into the ledger and the log; a peak above the budget is an error."""
+        """Record the measured values in the ledger and the log; raise a MemoryError for a peak above the budget."""
         self.found = self._peak.metrics(self.phase)
         logger.debug("%s", ", ".join(f"{name} {value:.3f}" for name, value in self.found.items()))
         if (ledger := current_ledger()) is not None:
@@ -175,7 +182,10 @@ class MemoryLog(ContextDecorator):
 
 
 def resident_bytes() -> tuple[int, int]:
-    """The process's resident memory, now and at its peak; zeros where the system does not say."""
+    """Return the current and the peak resident memory of this process in bytes.
+
+    Both are 0 on systems without `/proc/self/status`.
+    """
     if not _STATUS.exists():
         return 0, 0
     lines = (line.split() for line in _STATUS.read_text().splitlines())
@@ -184,7 +194,7 @@ def resident_bytes() -> tuple[int, int]:
 
 
 def reset_peak_rss() -> bool:
-    """Forgets the peak so far; whether the system can."""
+    """Reset the peak resident memory of this process; return whether the system supports the reset."""
     try:
         _CLEAR.write_text("5")
     except OSError:
@@ -192,15 +202,15 @@ def reset_peak_rss() -> bool:
     return True
 
 
-# Profiles of single steps inside a worker: a torch trace, a snapshot of GPU memory, or marks for Nsight Systems.
+# Profiling of single steps inside a worker: a torch trace, a snapshot of GPU memory, or marks for Nsight Systems.
 
 TOOLS = ("torch", "torch_memory", "nsys")
-# Allocations that a memory snapshot looks back on.
+# Number of past allocations in a memory snapshot.
 MOST_ALLOCATIONS = 200_000
 
 
 class ProcessProfiler:
-    """One tool in one process. `stop` says which file it wrote, if any."""
+    """A profiler in this process, with one of the `TOOLS`."""
 
     def __init__(self, tool: str) -> None:
         if tool not in TOOLS:
@@ -215,7 +225,7 @@ class ProcessProfiler:
         self._profile: Any = None
 
     def start(self) -> None:
-        """Begins; in the thread whose work is to be seen."""
+        """Start profiling. Call it from the thread to be profiled."""
         import torch
 
         if self.tool == "torch":
@@ -230,7 +240,10 @@ class ProcessProfiler:
             torch.cuda.profiler.start()
 
     def stop(self, stem: Path) -> Path | None:
-        """Ends, and writes `stem` with the tool's own ending."""
+        """Stop profiling and write the result to `stem` with the tool's suffix.
+
+        Return the path of the file, or None for nsys, which writes its files outside this process.
+        """
         import torch
 
         stem.parent.mkdir(parents=True, exist_ok=True)
@@ -256,7 +269,7 @@ class ProcessProfiler:
 
 
 def nsys_command(save_path: str, command: str) -> str:
-    """How to start a run so that Nsight Systems records the steps that are marked."""
+    """Return the command line that runs `command` under Nsight Systems and records the marked steps."""
     return (
         "nsys profile --trace=cuda,nvtx,osrt --trace-fork-before-exec=true --capture-range=cudaProfilerApi "
         f"--capture-range-end=repeat --output={save_path}/meshrl-%p {command}"

@@ -1,4 +1,7 @@
-"""Is it learning, is it healthy, where does the time go: an answer to each, with the numbers it rests on."""
+"""Diagnosis of a run from its metrics: is it learning, is it healthy, where does the time go?
+
+Each question gets a `Verdict` with the checks and the numbers behind it.
+"""
 
 import math
 import statistics
@@ -14,10 +17,10 @@ from meshrl.telemetry.panels import STEP_CLOCK, Account, Record, Series, account
 GOOD, WATCH, BAD, OPEN = "good", "watch", "bad", "open"
 _WORSE = (GOOD, OPEN, WATCH, BAD)
 RECENT = 10
-# So many standard errors between the first and the last steps are no chance.
+# A change between the first and the last steps counts as real above this many standard errors.
 _CERTAIN = 3.0
 _FEWEST_STEPS = 6
-# (metric, what it says in words, how bad any of it is)
+# Metrics that should stay 0: (metric, description, level of the check if it is not 0)
 COUNTED = (
     ("training/nonfinite_metrics", "Metric values that were NaN or infinite", BAD),
     ("actor/skipped_steps", "Optimizer steps skipped because the gradient was not finite", BAD),
@@ -30,7 +33,7 @@ COUNTED = (
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at: how it stands, in words with its number, and the metric."""
+    """The result of one check: its level, a text with the number, and the metric."""
 
     level: str
     text: str
@@ -39,7 +42,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer to a question: how it stands, a word, and the sentence with the number it rests on."""
+    """The answer to one question on a run: a level, a short answer, and a text with the numbers behind it."""
 
     question: str
     level: str
@@ -49,12 +52,12 @@ class Verdict:
 
 
 def verdicts(records: Sequence[Record], distributions: Sequence[Mapping[str, Any]] = ()) -> list[Verdict]:
-    """The three questions of a run, answered; records as `merge_steps` gives them."""
+    """Answer the three questions on a run; `records` come from `merge_steps`."""
     return [learning(records), health(records, distributions), time_spent(records)]
 
 
 def learning(records: Sequence[Record]) -> Verdict:
-    """Whether reward and validation rose, or the loss of a supervised run fell, by more than chance."""
+    """Judge whether reward and validation rose, or the loss of a supervised run fell, by more than chance."""
     question = "Is it learning?"
     reward = series_of("critic/score/mean", "training reward", records)
     curve = reward if reward.values else series_of("train/loss", "training loss", records)
@@ -69,7 +72,7 @@ def learning(records: Sequence[Record]) -> Verdict:
     if level == GOOD and fell is not None:
         return Verdict(question, WATCH, "Only in training", f"{checks[0].text}; but {fell.text}", checks)
     if level != GOOD and len(checks) > 1 and all(check.level == GOOD for check in checks[1:]):
-        # One number of each validation says nothing of its noise.
+        # Each validation is a single number without a noise estimate, so it proves no learning on its own.
         unsure, answer = (WATCH, "Only on validation") if level == BAD else (OPEN, "Perhaps")
         return Verdict(question, unsure, answer, f"{checks[1].text}; {checks[0].text}", checks)
     answer = {GOOD: "Yes", WATCH: "Not visibly", BAD: "No", OPEN: "Too early"}[level]
@@ -77,7 +80,7 @@ def learning(records: Sequence[Record]) -> Verdict:
 
 
 def health(records: Sequence[Record], distributions: Sequence[Mapping[str, Any]] = ()) -> Verdict:
-    """Whether something went wrong quietly or is about to."""
+    """Judge whether something went wrong silently or is about to go wrong."""
     checks = [check for look in _CHECKS if (check := look(records)) is not None]
     checks += [check for check in (_cut(records, distributions),) if check is not None]
     counted = _counted(records)
@@ -95,11 +98,11 @@ def health(records: Sequence[Record], distributions: Sequence[Mapping[str, Any]]
 
 
 def time_spent(records: Sequence[Record]) -> Verdict:
-    """Which work takes most of a step, and whether workers wait or steps get slower."""
+    """Report the work that takes most of a step, workers that wait, and steps that get slower."""
     question, books = "Where does the time go?", accounts(records)
     if not books:
         return Verdict(question, OPEN, "Nothing yet", "no times were logged so far")
-    # Whoever waits least is the one whose work sets the pace.
+    # The worker group that waits least sets the pace.
     main = min(sorted(books, key=lambda book: book.who == "controller"), key=waiting)
     first, *others = sorted(main.entries, key=lambda entry: -entry.seconds)
     who = "" if main.who == STEP_CLOCK else f" of {main.who}"
@@ -114,7 +117,7 @@ def time_spent(records: Sequence[Record]) -> Verdict:
 
 
 def _course(curve: Series, better: int) -> Check:
-    """Compares the mean of the first and the last fifth of the steps by the noise from step to step."""
+    """Compare the means of the first and the last fifth of the steps, in units of the noise between steps."""
     steps = len(curve.values)
     if steps < _FEWEST_STEPS:
         few = f"too early to tell after {count(steps, 'step')}"
@@ -151,13 +154,16 @@ def _counted(records: Sequence[Record]) -> list[Check]:
 
 
 def _recent(name: str, records: Sequence[Record]) -> tuple[float, float] | None:
-    """The median of the first and of the last steps."""
+    """Return the medians of a metric over the first and the last `RECENT` steps, or None without values."""
     values = series_of(name, "", records).values
     return (statistics.median(values[:RECENT]), statistics.median(values[-RECENT:])) if values else None
 
 
 def _bounded(name: str, words: str, watch: float, bad: float, form: str = "{}") -> Callable[..., Check | None]:
-    """A check of a size that should stay small."""
+    """Return a check for a metric whose absolute value should stay small.
+
+    Above `watch` the level is WATCH, above `bad` it is BAD.
+    """
 
     def look(records: Sequence[Record]) -> Check | None:
         if (found := _recent(name, records)) is None:
@@ -171,7 +177,10 @@ def _bounded(name: str, words: str, watch: float, bad: float, form: str = "{}") 
 
 
 def _mismatch(records: Sequence[Record]) -> Check | None:
-    """How far the engines' log-probs are apart. Old samples, and caches that older weights filled, differ by nature."""
+    """Check the difference between the log-probs of rollout and trainer.
+
+    Stale samples get five times the limits. Old samples, and KV caches filled by older weights, differ by nature.
+    """
     stale = _recent("training/staleness_mean", records)
     slack = 5 if stale is not None and stale[1] > 0 else 1
     words = "rollout and trainer differ by" if slack == 1 else "rollout and trainer, on stale samples, differ by"
@@ -230,7 +239,10 @@ _CHECKS = (
 
 
 def _cut(records: Sequence[Record], distributions: Sequence[Mapping[str, Any]]) -> Check | None:
-    """How many answers were cut at the maximum; by their last token where that is known."""
+    """Check the share of responses that were cut at the maximum length.
+
+    The share comes from finish reasons if they were recorded, and otherwise from response lengths.
+    """
     shares = [row.get("length", 0.0) for row in finish_shares(distributions)][-RECENT:]
     name = "finish reason 'length'"
     if not shares:
@@ -244,7 +256,10 @@ def _cut(records: Sequence[Record], distributions: Sequence[Mapping[str, Any]]) 
 
 
 def _idle(account: Account) -> list[Check]:
-    """Waiting and unexplained time of a worker; that the controller waits is its work."""
+    """Check the waiting time and the unaccounted time of a worker group.
+
+    The controller's waiting is not checked, because waiting for workers is its job.
+    """
     waits = waiting(account)
     other = sum(entry.share for entry in account.entries if entry.what == "other")
     name = "timing_s" if account.who == STEP_CLOCK else f"ledger_s/{account.who}"
@@ -267,7 +282,7 @@ def _of(account: Account) -> str:
 
 
 def _slower(records: Sequence[Record]) -> Check | None:
-    """Whether steps became slower than their tokens explain."""
+    """Check whether steps became slower than their token counts explain, by the throughput."""
     name = "perf/throughput"
     if len(series_of(name, "", records).values) < 2 * RECENT or (found := _recent(name, records)) is None:
         return None

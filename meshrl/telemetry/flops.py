@@ -1,8 +1,8 @@
-"""How many floating-point operations a model needs, from its modules and the lengths of its sequences.
+"""Model FLOPs from a model's modules and its sequence lengths, and the utilisation of devices (MFU).
 
-What counts is what the model needs, not what was run: nothing twice (recomputation, padding, an image of several
-samples), of attention only the pairs that the causal mask (and a window) leaves. A multiplication and an addition are
-two operations.
+The count covers what the model needs, not what was run. Recomputation, padding and repeated images of several samples
+do not count. Attention counts only the pairs that the causal mask (and a sliding window) leaves. A multiplication and
+an addition are two operations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshrl.models.names import expert_count, head_dim, of_text
 from meshrl.models.vision import language_model, sees, tower_of
 from meshrl.telemetry.time_ledger import Key, current_ledger, served_method
 
-# The phase that a worker's method is a part of.
+# Worker method -> the phase that the method belongs to.
 PHASES = {
     "generate_sequences": "gen",
     "begin_sequences": "gen",
@@ -35,11 +35,11 @@ PHASES = {
     "train_batch": "train",
 }
 GENERATES = ("generate", "prefill")
-LINEAR = "linear_attention"  # what configs call layers with a state
-# Weights of one expert among others, of which a token meets some.
+LINEAR = "linear_attention"  # the name of layers with a state in configs
+# Weights of routed experts. A token passes through some of the experts only.
 EXPERTS = re.compile(r"(^|\.)experts\.")
 VISITED = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
-# Families whose operations are counted right, as torch counts them (tests/telemetry/test_flops.py).
+# Model families whose counts agree with torch's FLOP counter (tests/telemetry/test_flops.py).
 COUNTED = frozenset({
     "afmoe", "apertus", "arcee", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3",
     "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma2", "gemma3_text",
@@ -55,19 +55,22 @@ COUNTED = frozenset({
 
 @dataclass(frozen=True)
 class TowerShape:
-    """What the operations of a vision tower depend on. A square is the patches of an image that become one token."""
+    """The sizes of a vision tower that determine its FLOPs.
 
-    patch_weights: int  # of all layers, those that every patch meets
-    square_weights: int  # of what makes vectors for the language model of squares
+    A square is the group of image patches that is merged into one token.
+    """
+
+    patch_weights: int  # weights that every patch passes through, in all layers together
+    square_weights: int  # weights of the mergers, which turn squares into vectors for the language model
     width: int  # heads * head_dim
     layers: int
-    squares_of_window: int | None  # to a side of the windows that most layers see; None: all layers see the whole image
-    full_layers: int  # those that see the whole image
-    merge: int  # patches to a side of a square
+    squares_of_window: int | None  # side of an attention window in squares; None: all layers attend to the whole image
+    full_layers: int  # layers that attend to the whole image
+    merge: int  # side of a square in patches
 
     @classmethod
     def of(cls, tower: nn.Module, config: Any) -> TowerShape:
-        """Of the modules of a tower and the config of its model's vision part."""
+        """Build the shape from the modules of a vision tower and the model's vision config."""
         merge, mergers = config.spatial_merge_size, ("merger", "deepstack_merger_list")
         weights = {name: weight.numel() for name, weight in _products(tower)}
         squares = sum(size for name, size in weights.items() if name.split(".")[0] in mergers)
@@ -78,7 +81,7 @@ class TowerShape:
         return cls(sum(weights.values()) - squares, squares, width, layers, window, full, merge)
 
     def forward(self, grids: Iterable[tuple[int, int, int]]) -> float:
-        """One look at images, given as pictures in time, rows and columns of patches."""
+        """Return the FLOPs of one forward pass over images; `grids` are (frames, patch rows, patch columns)."""
         total = 0.0
         for times, rows, columns in grids:
             patches = rows * columns
@@ -94,19 +97,23 @@ class TowerShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the operations of a decoder depend on. `windows`: how far each layer looks back, None for all the way."""
+    """The sizes of a decoder that determine its FLOPs.
 
-    linear_weights: float  # of all layers, those that every token meets
-    head_weights: int  # of the output layer
-    attention_width: float  # query heads * head_dim; with other values than keys their mean
+    `windows` has the sliding window of each attention layer in tokens, or None for full attention.
+    """
+
+    linear_weights: float  # weights that one token passes through, in all layers together
+    head_weights: int  # weights of the output layer
+    attention_width: float  # query heads * head_dim; the mean of key and value widths if these differ
     windows: tuple[int | None, ...]
-    tower: TowerShape | None = None  # of what looks at images
+    tower: TowerShape | None = None  # the vision tower of a vision-language model
 
     @classmethod
     def of(cls, config: Any, values: bool = False) -> ModelShape | None:
-        """Of a Hugging Face config, by its modules; with `values` the output is one number.
+        """Build the shape from a Hugging Face config, by the modules of an empty model.
 
-        None for families whose operations are not known to be counted right.
+        With `values`, the output layer returns one number per token, as in a critic. Return None for model families
+        whose counts were not verified.
         """
         if config.model_type not in COUNTED:
             return None
@@ -121,7 +128,8 @@ class ModelShape:
         kinds = getattr(text, "layer_types", None) or []
         windows = _windows(text, text.num_hidden_layers)
         if states := kinds.count(LINEAR):
-            # A token fades a state, reads it twice and writes it: as three more weights each.
+            # Each token decays the state, reads it twice and writes it, which costs as much as three more weights
+            # for each element of the state.
             values_width = text.linear_num_value_heads * text.linear_value_head_dim
             linear += states * 3 * values_width * text.linear_key_head_dim
             windows = [window for window, kind in zip(windows, kinds, strict=True) if kind != LINEAR]
@@ -131,9 +139,10 @@ class ModelShape:
         return cls(linear, head, width, tuple(windows), tower)
 
     def forward(self, lengths: np.ndarray, outputs: int | None = None, starts: np.ndarray | int = 0) -> float:
-        """One pass over sequences of these lengths; the output layer for `outputs` of the tokens (None: for all).
+        """Return the FLOPs of one forward pass over sequences of `lengths` `[sequences]` tokens.
 
-        `starts`: so many tokens of each are there already (cached) and only looked at.
+        The output layer runs for `outputs` of the tokens (None: for all). The first `starts` tokens of each sequence
+        are in the KV cache already: they are attended to but not computed.
         """
         lengths = np.asarray(lengths, dtype=np.float64)
         new = float((lengths - starts).sum())
@@ -142,29 +151,35 @@ class ModelShape:
         return 2 * self.linear_weights * new + 2 * head + 4 * self.attention_width * pairs
 
     def training(self, lengths: np.ndarray, outputs: int | None = None) -> float:
-        """Forward and backward: a gradient for every weight and every input of it."""
+        """Return the FLOPs of forward and backward: three forward passes.
+
+        The backward pass computes a gradient for every weight and for the inputs of every weight.
+        """
         return 3 * self.forward(lengths, outputs)
 
 
 def _products(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights that inputs are multiplied with: all that have two dims or more, but for tables of embeddings."""
+    """Yield the (name, weight) pairs that inputs are multiplied with.
+
+    These are all parameters of two or more dimensions, except embedding tables and stacked biases.
+    """
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             continue
         for name, weight in module.named_parameters(recurse=False):
-            # Stacks of experts keep biases in two dims.
+            # Stacked experts have biases of two dimensions.
             if weight.dim() > 1 and not name.endswith("bias"):
                 yield f"{path}.{name}" if path else name, weight
 
 
 def _visited_experts(config: Any) -> int:
-    """How many of its routed experts a token meets."""
+    """Return the number of routed experts that a token passes through; 0 for dense models."""
     found = next((getattr(config, name) for name in VISITED if getattr(config, name, None)), 0)
     return int(found[0] if isinstance(found, list) else found)
 
 
 def _cut(size: int, part: int) -> list[int]:
-    """A length in parts, of which the last may be shorter."""
+    """Cut a length into parts of size `part`, of which the last may be shorter."""
     return [min(part, size - start) for start in range(0, size, part)]
 
 
@@ -177,7 +192,7 @@ def _windows(config: Any, layers: int) -> list[int | None]:
 
 
 def _pairs(lengths: np.ndarray, window: int | None) -> np.ndarray:
-    """Tokens that look, times tokens they look at."""
+    """Count the (query, key) pairs of causal attention for each length, within `window` tokens if given."""
     if window is None:
         return lengths * (lengths + 1) / 2
     within = np.minimum(lengths, window)
@@ -185,7 +200,7 @@ def _pairs(lengths: np.ndarray, window: int | None) -> np.ndarray:
 
 
 def utilisation(flops: float, seconds: float, devices: int, peak: float) -> float:
-    """The share of what the devices could have computed at best."""
+    """Return `flops` as a share of the FLOPs that `devices` of `peak` FLOP/s could compute in `seconds`."""
     if seconds <= 0 or devices < 1 or peak <= 0:
         raise ValueError(f"utilisation needs seconds, devices and peak above 0, got {seconds}, {devices} and {peak}")
     return flops / (seconds * devices * peak)
@@ -194,9 +209,10 @@ def utilisation(flops: float, seconds: float, devices: int, peak: float) -> floa
 def utilisation_metrics(
     counts: Mapping[Key, Mapping[str, float]], seconds: Mapping[Key, Mapping[str, float]], peak: float | None
 ) -> dict[str, float]:
-    """`perf/tflops/<phase>` (of one device) and, with a `peak`, `mfu/<phase>`, from what the ranks have counted.
+    """Return `perf/tflops/<phase>` per device and, with a `peak` in FLOP/s, `mfu/<phase>`.
 
-    A phase lasts as long as on its slowest rank; generation, which may go on beside other calls, as booked.
+    `counts` and `seconds` are the ledger counts and the booked seconds of each rank. The duration of a phase is that
+    of its slowest rank. Generation may overlap with other calls, so its duration is the booked time of generating.
     """
     flops: dict[str, float] = {}
     lasted: dict[str, dict[Key, float]] = {}
@@ -220,7 +236,7 @@ def utilisation_metrics(
 
 
 def count_flops(flops: float) -> None:
-    """Adds to what the call that this thread works on has computed."""
+    """Add FLOPs to the count of the worker call that this thread currently serves."""
     ledger = current_ledger()
     if ledger is not None:
         ledger.add(f"flops/{served_method()}", flops)

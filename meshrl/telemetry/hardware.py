@@ -1,4 +1,6 @@
-"""Devices as a small table of numbers, which a file may extend or replace (`meshrl doctor --measure` writes one).
+"""A table of devices with their memory, FLOP rates and bandwidths, and clusters of these devices.
+
+A YAML file may extend the table or replace entries; `meshrl doctor --measure` writes such a file:
 
     # hardware.yaml
     H200:
@@ -29,7 +31,7 @@ import yaml
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device and its links; see the module's head for the units."""
+    """One kind of device with its rates and links; the module docstring gives the units."""
 
     name: str
     memory_gib: float
@@ -47,18 +49,18 @@ class Hardware:
         return self.memory_gib * 2**30
 
     def flops(self, bits: int) -> float:
-        """Operations a second of matrix products of this width."""
+        """Return the peak FLOP/s of dense matrix products in number formats of `bits` bits."""
         return (self.bf16_tflops if bits <= 16 else self.fp32_tflops) * 1e12
 
     def link(self, crosses_nodes: bool) -> float:
-        """Bytes a second of the slowest link of a group."""
+        """Return the bytes per second of the slowest link of a group, within a node or across nodes."""
         return (min(self.inter_node_gbs, self.intra_node_gbs) if crosses_nodes else self.intra_node_gbs) * 1e9
 
 
 NUMBERS = tuple(field.name for field in fields(Hardware) if field.name not in ("name", "measured"))
 
-# Data-sheet rates; memory as CUDA reports it, a little below the sheet's. Inter-node links are those of the usual
-# machines: one 400 Gb/s port a GPU (A100: 200 Gb/s). The L40S has no NVLink, its neighbours are a PCIe 4 link away.
+# Rates are from data sheets. Memory is what CUDA reports, a little below the data sheet. Inter-node links are those of
+# common machines: one 400 Gb/s port per GPU (A100: 200 Gb/s). The L40S has no NVLink and uses PCIe 4 within a node.
 TABLE: dict[str, tuple[float, ...]] = {
     #        memory_gib bf16   fp32  memory_gbs intra  inter host latency_us
     "H100": (79.1, 989.0, 67.0, 3350.0, 450.0, 50.0, 55.0, 10.0),
@@ -70,11 +72,11 @@ TABLE: dict[str, tuple[float, ...]] = {
 }
 
 
-WITHOUT_8_BITS = ("A100",)  # have no products of 8-bit floats
+WITHOUT_8_BITS = ("A100",)  # devices without FP8 matmuls
 
 
 def hardware_table(file: str | Path | None = None) -> dict[str, Hardware]:
-    """The built-in devices by name, with those of a YAML file added or changed."""
+    """Return the built-in devices by name, extended or changed by the entries of a YAML file."""
     table = {
         name: Hardware(name, **dict(zip(NUMBERS, numbers, strict=True)), measured=False)
         for name, numbers in TABLE.items()
@@ -95,12 +97,15 @@ def hardware_table(file: str | Path | None = None) -> dict[str, Hardware]:
 
 
 def known_peak(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a GPU at best, by its own name, such as `NVIDIA H200`; None if it is not in the table."""
+    """Return the peak dense bf16 FLOP/s of a GPU by its CUDA name, such as `NVIDIA H200`.
+
+    Return None if no name of the built-in table is part of the CUDA name.
+    """
     return next((found.flops(16) for name, found in hardware_table().items() if name in device_name), None)
 
 
 def _entry(name: str, numbers: Any, known: Hardware | None, file: str | Path) -> Hardware:
-    """A device from its mapping in a file; one that is known already may be given in part."""
+    """Build a device from its mapping in a file; a device that is already known needs only the changed numbers."""
     if not isinstance(numbers, Mapping):
         raise ValueError(f"{file}: {name} must be a mapping of {', '.join(NUMBERS)}")
     if unknown := sorted(set(numbers) - set(NUMBERS) - {"measured"}):
@@ -119,7 +124,7 @@ def _entry(name: str, numbers: Any, known: Hardware | None, file: str | Path) ->
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many equal devices, so many of them in a machine."""
+    """`devices` identical devices, `per_node` of them in each machine."""
 
     hardware: Hardware
     devices: int
@@ -131,7 +136,10 @@ class Cluster:
 
 
 def parse_cluster(text: str, per_node: int | None = None, table: Mapping[str, Hardware] | None = None) -> Cluster:
-    """`8xH200` (or `H200`, one of them) as a cluster; machines have `per_node` devices, 8 unless said otherwise."""
+    """Parse a cluster such as `8xH200`, or `H200` for a single device.
+
+    Machines have `per_node` devices, by default 8 or all devices if there are fewer.
+    """
     table = table or hardware_table()
     match = re.fullmatch(r"(?:(\d+)\s*[x*])?\s*(\S+)", text.strip())
     if match is None:

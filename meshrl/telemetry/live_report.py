@@ -1,7 +1,11 @@
-"""`meshrl watch`: a run's page, served to this machine alone, that new steps come into by themselves.
+"""`meshrl watch`: a live report of a run, served on the loopback address, that updates itself with new steps.
 
-The page asks `/api/run?after=MARK`. The mark stands for what it has: the run's incarnation, the bytes of metrics.jsonl
-and the samples it has seen. The answer has the new mark, and only what came after the old one.
+FollowedFile:  incremental reading of a growing .jsonl file
+WatchedRun:    the run as it grows, and its changes since a mark
+make_server:   the HTTP server of the page
+
+The page polls `/api/run?after=MARK`. A mark is how much of the run the page has: the run's incarnation, the bytes read
+of metrics.jsonl and the number of samples. The response contains the new mark and only what came after the old mark.
 """
 
 import json
@@ -24,14 +28,17 @@ from meshrl.telemetry.panels import merge_steps
 from meshrl.telemetry.report import RunData, latest_by_step, page_samples, run_sections
 from meshrl.telemetry.run_folder import RunFiles, numbers_of, parse_line
 
-# Files of a run that is still being written, read on from where the last look ended.
+# Incremental reading of files that a run still writes.
 
-# So much of a file's beginning tells it from another one that was given its name and number on the disk.
+# Bytes of a file's beginning that tell the file from a replacement with the same name and inode.
 _HEAD = 512
 
 
 class FollowedFile:
-    """The JSON lines of a growing file. A line without its end is left until it has one."""
+    """The JSON lines of a growing file; an incomplete last line is read once it is complete.
+
+    `began_anew` counts how often the file was cut, replaced or deleted.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,7 +48,10 @@ class FollowedFile:
         self._identity: tuple[int, bytes] | None = None
 
     def read_on(self) -> None:
-        """Takes what is new; a file that was cut or replaced is read anew, one that is missing is empty."""
+        """Append the new complete lines of the file to `rows`.
+
+        A file that was cut or replaced is read from its beginning again. A missing file counts as empty.
+        """
         try:
             with open(self.path, "rb") as stream:
                 self._read(stream)
@@ -63,7 +73,7 @@ class FollowedFile:
         end = data.rfind(b"\n") + 1
         self.rows += [record for line in data[:end].split(b"\n") if (record := parse_line(line)) is not None]
         self.offset += end
-        # Only what is known for certain: a short file's head grows with it.
+        # Only the bytes that were read as lines, because the head of a short file grows with the file.
         self._identity = (status.st_ino, head[: min(_HEAD, self.offset)])
 
     def _forget(self) -> None:
@@ -81,7 +91,7 @@ _NEW_SAMPLES = 60
 
 @dataclass(frozen=True)
 class Mark:
-    """How much of a run someone has seen."""
+    """A position in a growing run: how much of the run a page has already received."""
 
     incarnation: int = -1
     offset: int = 0
@@ -92,7 +102,7 @@ class Mark:
 
     @classmethod
     def parse(cls, text: str) -> "Mark":
-        """The mark that was written so; what is none has seen nothing."""
+        """Parse the text form of a mark; an invalid text gives the mark of a page that has nothing yet."""
         parts = text.split("-")
         if len(parts) != 3 or not all(part.isdecimal() and len(part) < 20 for part in parts):
             return cls()
@@ -100,9 +110,10 @@ class Mark:
 
 
 class WatchedRun:
-    """A run as it grows: what is new since a mark. It may not have begun, begin anew, or be deleted.
+    """A growing run, as a page and as changes since a mark.
 
-    Drawing takes at most the given share of one core's time: a long run with quick steps is looked at less often.
+    The run may start later, start again, or be deleted. Drawing takes at most the given `share` of one core's time, so
+    the files of a long run with quick steps are read less often.
     """
 
     def __init__(self, run_dir: str | Path, share: float = 0.1, clock: Callable[[], float] = time.time) -> None:
@@ -118,7 +129,7 @@ class WatchedRun:
         self._drawn: tuple[Any, dict[str, str]] | None = None
 
     def page(self) -> str:
-        """The whole page as the run stands now."""
+        """Return the whole HTML page for the current state of the run."""
         with self._lock:
             self._look()
             samples = page_samples(self._generations.rows)
@@ -126,7 +137,7 @@ class WatchedRun:
             return render_page(visible(self._data.title, 120), self._sections(), data, live=True)
 
     def news(self, after: Mark) -> dict[str, Any]:
-        """What a page that has seen `after` lacks: sections that changed, new samples, and how the run stands."""
+        """Return the state of the run and its changes since the mark `after`: redrawn sections and new samples."""
         with self._lock:
             state = self._look()
             now = self._mark()
@@ -141,13 +152,16 @@ class WatchedRun:
             return found
 
     def _look(self) -> str:
-        """How the run stands, after reading on if it is time for that."""
+        """Return the state of the run (waiting, running or gone), after reading its files if the pause is over."""
         if time.monotonic() >= self._rest_until:
             self._state = self._read_on()
         return self._state
 
     def _read_on(self) -> str:
-        """Takes what is new. A folder that is gone leaves what was seen last."""
+        """Read the new parts of all files and return the state of the run.
+
+        If the folder is gone, the data that was read last stays.
+        """
         if not self.files.path.is_dir():
             return "waiting" if self._known is None else "gone"
         for file in (self._metrics, self._generations, self._distributions):
@@ -178,7 +192,7 @@ class WatchedRun:
         return Mark(anew, self._metrics.offset, len(self._generations.rows))
 
     def _sections(self) -> dict[str, str]:
-        """Drawn once for everyone who looks, not once for each."""
+        """Return the HTML sections, drawn once for all pages that poll, not once for each."""
         if self._drawn is None or self._drawn[0] != self._known:
             started = time.monotonic()
             self._drawn = (self._known, run_sections(self._data))
@@ -187,13 +201,13 @@ class WatchedRun:
         return self._drawn[1]
 
     def _age(self) -> float | None:
-        """Seconds since the last step was logged."""
+        """Return the seconds since the last step was logged, or None before the first step."""
         when = self._metrics.rows[-1].get("time") if self._metrics.rows else None
         return max(0.0, round(self.clock() - when, 1)) if isinstance(when, int | float) else None
 
 
 def make_server(run: WatchedRun, port: int = 0) -> ThreadingHTTPServer:
-    """A server of this run on the loopback address; port 0 takes a free one."""
+    """Create an HTTP server for this run on the loopback address; port 0 takes a free port."""
 
     class Handler(_Handler):
         watched = run
@@ -207,7 +221,7 @@ def make_server(run: WatchedRun, port: int = 0) -> ThreadingHTTPServer:
 
 
 def watch(run_dir: str | Path, port: int, say: Callable[[str], None]) -> None:
-    """Serves a run until it is interrupted."""
+    """Serve the live report of a run until Ctrl-C; `say` is called with lines for the user."""
     run = WatchedRun(run_dir)
     with make_server(run, port) as server:
         say(f"watching {run.files.path} on http://{LOOPBACK}:{server.server_port}/ (Ctrl-C ends it)")
@@ -218,17 +232,20 @@ def watch(run_dir: str | Path, port: int, say: Callable[[str], None]) -> None:
 
 
 class _TooLongError(Exception):
-    """A request's head has more bytes than it may have."""
+    """An error for a request head (request line and headers) that exceeds the byte limit."""
 
 
 class _Bounded:
-    """A connection's incoming bytes, up to a number of them."""
+    """A reader of a connection's incoming lines that raises after `most` bytes."""
 
     def __init__(self, stream: Any, most: int):
         self._stream, self._left = stream, most
 
     def readline(self, size: int = -1) -> bytes:
-        """The next line; at most one byte more than is left is looked at."""
+        """Read the next line; raise `_TooLongError` if it exceeds the bytes left.
+
+        At most one byte beyond the limit is read.
+        """
         most = self._left + 1 if size < 0 else min(size, self._left + 1)
         line: bytes = self._stream.readline(most)
         self._left -= len(line)
@@ -237,13 +254,16 @@ class _Bounded:
         return line
 
     def close(self) -> None:
-        """Closes the connection's side."""
+        """Close the wrapped stream of the connection."""
         self._stream.close()
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers for the page and its news; to this machine's own names only, so that no web page can ask through a
-    browser under a name of its own."""
+    """A handler for the page (`/`) and its updates (`/api/run`).
+
+    Only requests to this machine's own host names are answered. This prevents DNS rebinding, in which a web page
+    reaches this server through a browser under the page's host name.
+    """
 
     watched: WatchedRun
     server_version = "meshrl"
@@ -251,7 +271,10 @@ class _Handler(BaseHTTPRequestHandler):
     head_timer: threading.Timer
 
     def handle_one_request(self) -> None:
-        """A request whose head has a limited size, which the library bounds by lines alone, and time."""
+        """Handle one request whose head has limited bytes and seconds.
+
+        The standard library limits only the length of a line and the number of headers.
+        """
         self.head_timer = threading.Timer(self.timeout, self._hang_up)
         self.head_timer.daemon = True
         self.head_timer.start()
@@ -286,7 +309,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer(404, "text/plain", "there are / and /api/run")
         except ConnectionError:
             logger.debug("who asked for %s is gone", address.path)
-        except Exception as error:  # whatever stands in the files: the next question may be answered
+        except Exception as error:  # whatever the files contain, because a later request may succeed
             logger.exception("%s could not be answered", address.path)
             self._answer(500, "text/plain", f"{type(error).__name__}: {error}")
 

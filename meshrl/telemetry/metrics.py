@@ -1,4 +1,8 @@
-"""What is measured about a batch, a step and a validation: pure functions from data to named numbers."""
+"""Metrics of a batch, a step and a validation, and distributions over samples, as pure functions.
+
+Metrics:        reduction over ranks, data and throughput metrics, validation accuracy with pass@k
+Distributions:  histograms of one step, and their combination over a whole run (`Spread`)
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,10 @@ _WORDS = re.compile(r"[^a-z0-9]+")
 
 
 def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """One number per metric from its values (a number, an array, or lists of them from micro-batches and ranks).
+    """Reduce each metric to one number from its values: a number, an array, or nested lists of ranks or micro-batches.
 
-    The last part of the name decides: the word `max`, `min` or `sum` in it (`response_length/max`, `timing_s/gen_max`)
-    is the reduction, all others are means over the values. A metric without any value is left out.
+    The last part of the name decides the reduction. A word `max`, `min` or `sum` in it (`response_length/max`,
+    `timing_s/gen_max`) selects that reduction; all other metrics are means. Metrics without values are left out.
     """
     reduced = {}
     for name, given in metrics.items():
@@ -31,7 +35,10 @@ def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def count_steps(role: str, collected: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """How many optimizer steps an update had, and how many of them were skipped; `collected` has an entry for each."""
+    """Return how many optimizer steps an update had and how many of them were skipped.
+
+    `collected` has one entry of `<role>/skipped_steps` for each optimizer step.
+    """
     skipped = collected[f"{role}/skipped_steps"]
     return {f"{role}/optimizer_steps": float(len(skipped)), f"{role}/skipped_steps": sum(skipped)}
 
@@ -47,11 +54,12 @@ def compute_data_metrics(
     max_response_length: int,
     max_prompt_length: int,
 ) -> dict[str, float]:
-    """Scores and rewards per sample, advantages and returns per response token, lengths: mean, max and min of each.
+    """Return mean, max and min of scores, rewards, advantages, returns and lengths of a batch.
 
-    The first five are (samples, response tokens), the lengths (samples,); scores and rewards may be those of fewer
-    samples than the rest, where some have none. `clip_ratio` is the share of samples that fill the given maximum.
-    Advantages and returns are left out if no token of the batch was sampled.
+    The first five tensors are `[samples, response tokens]`, the lengths are `[samples]`. Scores and rewards are summed
+    per sample, and they may have fewer rows than the other tensors if some samples have no score. Advantages and
+    returns are taken per response token, and are left out if no token of the batch was sampled. `clip_ratio` is the
+    share of samples that reach the maximum length.
     """
     if token_level_scores.shape[0] == 0:
         raise ValueError("there are no data metrics of a batch with 0 samples")
@@ -74,7 +82,7 @@ def compute_data_metrics(
 
 
 def compute_throughput_metrics(num_tokens: int, seconds: float, n_gpus: int) -> dict[str, float]:
-    """The tokens of a step (prompts and responses), its seconds, and tokens per second and device."""
+    """Return the tokens of a step (prompts and responses), its seconds, and its tokens per second per device."""
     if n_gpus < 1 or seconds <= 0:
         raise ValueError(f"throughput needs n_gpus >= 1 and seconds > 0, got {n_gpus} and {seconds}")
     return {
@@ -91,11 +99,13 @@ def validation_metrics(
     prefix: str = "val-core",
     threshold: float = 0.5,
 ) -> dict[str, float]:
-    """Per data source: `acc/mean@n`, the mean score, and `acc/pass@k` for k = 1, 2, 4, ... up to n.
+    """Return, per data source, the mean score `acc/mean@n` and the accuracies `acc/pass@k`.
 
-    A group is the samples of one prompt, n the largest group of the source; every prompt weighs the same. pass@k is
-    the unbiased estimate of "one of k samples is right" (score above `threshold`) from the groups with k or more
-    samples; groups smaller than n are counted in `acc/short_groups` where there are any.
+    k is 1, 2, 4, ... up to n.
+    A group is the samples of one prompt, and n is the size of the source's largest group. Every prompt has the same
+    weight. pass@k is the unbiased estimate of the probability that at least one of k samples is right. It uses the
+    groups with k or more samples; a sample is right if its score is above `threshold`. If groups are smaller than n,
+    `acc/short_groups` counts them.
     """
     values = np.fromiter(_numbers(scores), dtype=np.float64)
     if not len(data_sources) == len(group_ids) == len(values):
@@ -117,9 +127,10 @@ def validation_metrics(
 
 
 def pass_at_k(n: np.ndarray, right: np.ndarray, k: int) -> np.ndarray:
-    """1 - C(n - right, k) / C(n, k) for each group of n samples (n >= k)."""
+    """Return pass@k, `1 - C(n - right, k) / C(n, k)`, for each group of n samples with n >= k, `[groups]`."""
     drawn = np.arange(k)
-    # All k draws wrong: (n - c)/n * (n - c - 1)/(n - 1) * ...; a factor is 0 where fewer than k are wrong.
+    # Probability that all k draws are wrong: (n - c)/n * (n - c - 1)/(n - 1) * ..., with c right samples. A factor is 0
+    # if fewer than k samples are wrong.
     all_wrong = (n[:, None] - right[:, None] - drawn) / (n[:, None] - drawn)
     return 1.0 - np.prod(all_wrong, axis=1)
 
@@ -148,7 +159,7 @@ def _numbers(value: Any) -> Iterable[float]:
 
 
 def _reduction(name: str) -> Any:
-    # Whole words of the last part only: "timing_s/gen" has a "min" in it, and must not become a minimum.
+    # Only whole words of the last part count: "timing_s/gen" contains "min" in its first part and is not a minimum.
     words = _WORDS.split(name.rsplit("/", 1)[-1].lower())
     for word, reduction in (("max", np.max), ("min", np.min), ("sum", np.sum)):
         if word in words:
@@ -165,18 +176,19 @@ def _share_at_least(lengths: torch.Tensor, maximum: int) -> float:
     return (lengths >= maximum).double().mean().item()
 
 
-# How a quantity is spread over the samples of a step: small histograms, and their picture over the whole run.
+# Distributions over the samples of a step as small histograms, and their combination over the whole run.
 
 BINS = 24
-# So many different values or fewer are counted one by one: rewards of 0 and 1 need no bins.
+# Up to this many different values are counted one by one, because rewards of 0 and 1 need no bins.
 MOST_VALUES = 12
 Histogram = Mapping[str, Any]
 
 
 def histogram(values: np.ndarray) -> dict[str, Any]:
-    """`values` and `counts` of a few different values, else `low`, `high` and the `counts` of equal bins between.
+    """Return a histogram: `values` and `counts`, or `low`, `high` and the `counts` of `BINS` equal bins.
 
-    Values that are not finite are counted in `nonfinite` where there are any.
+    The first form is for up to `MOST_VALUES` different values. `nonfinite` counts values that are NaN or infinite, if
+    there are any.
     """
     import numpy as np
 
@@ -187,7 +199,8 @@ def histogram(values: np.ndarray) -> dict[str, Any]:
     if len(different) <= MOST_VALUES:
         return {"values": [_short(v) for v in different], "counts": counts.tolist(), **found}
     low, high = float(different[0]), float(different[-1])
-    # By hand: numpy's own refuses spans that are tiny beside the values. Halves, because the whole span may overflow.
+    # Not `numpy.histogram`, which refuses spans that are tiny relative to the values. Halves are used because the whole
+    # span may overflow.
     span = max(high / 2 - low / 2, np.finfo(np.float64).tiny)
     places = np.minimum((BINS * ((finite / 2 - low / 2) / span)).astype(np.int64), BINS - 1)
     return {"low": low, "high": high, "counts": np.bincount(places, minlength=BINS).tolist(), **found}
@@ -195,9 +208,10 @@ def histogram(values: np.ndarray) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Spread:
-    """A quantity over the run: for each (span of) steps the shares of its samples in rows from low to high.
+    """The distribution of a quantity over a run: one column per step (or span of steps), rows from low to high.
 
-    `labels` name the rows where they are single values; else they are equal bins from `low` to `high`.
+    `shares[column][row]` is the share of the samples in a row. If `labels` is filled, each row is a single value with
+    that label. Otherwise the rows are equal bins from `low` to `high`.
     """
 
     title: str
@@ -214,7 +228,10 @@ class Spread:
 def spread_of(
     name: str, title: str, unit: str, records: Sequence[Mapping[str, Any]], columns: int = 100, rows: int = BINS
 ) -> Spread | None:
-    """The histograms of a quantity put together; neighbouring steps share a column where there are too many."""
+    """Combine the histograms of a quantity over all steps; return None if no record has one.
+
+    Neighbouring steps share a column if there are more steps than `columns`.
+    """
     found = [(record["step"], record[name]) for record in records if _is_histogram(record.get(name))]
     if not found:
         return None
@@ -238,7 +255,7 @@ def spread_of(
 
 
 def finish_shares(records: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """For each step that says so: the share of its samples that ended by each reason."""
+    """Return the share of samples per finish reason, for the steps that recorded finish reasons."""
     found = []
     for record in records:
         counts = record.get("finish")
@@ -273,7 +290,10 @@ def _exact(h: Histogram, single: Sequence[float]) -> list[tuple[int, float]]:
 
 
 def _binned(h: Histogram, low: float, high: float, rows: int) -> list[tuple[int, float]]:
-    """The counts in rows from low to high; a bin that lies across several gives each its part."""
+    """Distribute the counts of a histogram over equal rows from `low` to `high`, as (row, count) pairs.
+
+    A bin that overlaps several rows gives each row its proportional part.
+    """
     size = (high - low) / rows
     if not size > 0:
         return [(0, float(sum(h["counts"])))]
@@ -296,5 +316,5 @@ def _row(value: float, low: float, size: float, rows: int) -> int:
 
 
 def _short(value: float) -> float:
-    """Six digits: enough for a label, and short in the file."""
+    """Round to six significant digits, which suffice for a label and are short in the file."""
     return float(f"{value:.6g}")

@@ -1,4 +1,8 @@
-"""Puts a page together: one file with its style, its script and its data, that asks nothing of anyone."""
+"""HTML pages of the report: one file each with its style, script and data, without external resources.
+
+render_page, render_sections:  the page and its parts, from Jinja templates
+visible, number, duration:     text and numbers in the form that the report shows
+"""
 
 import base64
 import hashlib
@@ -13,13 +17,19 @@ _FOLDER = Path(__file__).parent
 
 
 def render_sections(**context: Any) -> dict[str, str]:
-    """The parts of a page by name, as HTML; `context` is what report_sections.html asks for."""
+    """Render the parts of a page as HTML, by name.
+
+    `context` maps the name of a macro in report_sections.html to the macro's arguments.
+    """
     module = _environment().get_template("report_sections.html").module
     return {name: str(getattr(module, name)(**values)) for name, values in context.items()}
 
 
 def render_page(title: str, sections: Mapping[str, str], data: Mapping[str, Any], live: bool = False) -> str:
-    """A whole page: sections as they are, `data` for its script. Only a live one may ask its server for more."""
+    """Render a whole page from rendered sections and from `data` for its script.
+
+    The page's content security policy only allows a `live` page to send requests to its server.
+    """
     script = _part("report.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = {
@@ -45,7 +55,7 @@ def render_page(title: str, sections: Mapping[str, str], data: Mapping[str, Any]
 
 
 def script_data(data: Mapping[str, Any]) -> str:
-    """JSON that may stand in a `<script>` element: nothing in it can end the element."""
+    """Serialise data to JSON that is safe in a `<script>` element, because nothing in the JSON can end the element."""
     return json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -66,15 +76,16 @@ def _environment() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # Only what this package draws or writes itself may pass unescaped.
+    # Only HTML and SVG that this package has generated may pass unescaped.
     environment.filters["drawn"] = Markup
     environment.filters["visible"] = visible
     return environment
 
 
-# Text and numbers as the report shows them. What a model wrote may hold anything; here it becomes harmless to read.
+# Text and numbers in the form that the report shows. Text from a model may contain anything; `visible` makes it
+# harmless to read.
 
-# Characters that act instead of showing: controls, direction overrides, zero-width spaces.
+# Invisible characters with an effect: control characters, direction overrides, zero-width spaces.
 _BIDI = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200B, 0x2060, 0xFEFF, 0x2028, 0x2029)
 _VISIBLE = (
     {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"}
@@ -85,22 +96,28 @@ _VISIBLE = (
 
 
 def visible(text: Any, limit: int | None = None) -> str:
-    """The text with acting characters made visible, cut after `limit` characters with a word on what is missing."""
+    """Replace control and other invisible characters by visible ones.
+
+    A text longer than `limit` characters is cut, and a note says how many characters are missing.
+    """
     full = text if isinstance(text, str) else as_text(text)
     cut = full if limit is None or len(full) <= limit else full[:limit]
-    shown = cut  # most texts only show, and to look each of their characters up takes long
+    shown = cut  # most texts are printable, and translating every character takes long
     if not cut.isprintable():
         shown = cut.translate(_VISIBLE).encode("utf-8", errors="backslashreplace").decode("utf-8")
     return shown if cut is full else f"{shown}… ({len(full) - len(cut):,} more characters)"
 
 
 def as_text(value: Any) -> str:
-    """A config value or a field of a generation: strings as they are, the rest as JSON."""
+    """Return a config value or a field of a sample as text: strings unchanged, all other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def number(value: Any, digits: int = 3) -> str:
-    """A number for people: about four significant digits, thousands separators, powers of ten where they help."""
+    """Format a number for readers: about four significant digits, with thousands separators.
+
+    Very small and very large numbers are formatted with powers of ten.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return visible(value, 40)
     if not math.isfinite(value):
@@ -114,7 +131,7 @@ def number(value: Any, digits: int = 3) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as `42 s`, `3 min 20 s` or `2 h 05 min`."""
+    """Format seconds as `42 s`, `3 min 20 s` or `2 h 05 min`."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,8 @@
-"""Which curves a run's pictures show: panels of series, taken from the logged metrics."""
+"""Panels of the report: the curves of a run's charts, taken from the logged metrics.
+
+build_panels:           learning, health and throughput curves, by the specs below
+accounts, time_panels:  the time of the workers (ledger or step phases), utilisation, memory and balance
+"""
 
 import itertools
 import re
@@ -8,7 +12,7 @@ from dataclasses import dataclass
 from meshrl.telemetry.console import VALIDATION
 
 MAX_POINTS = 300
-# How many colours the page and the picture have, and how many of them are for anything but waiting.
+# COLORS: colours on the page and in curves.png. WORKING: colours that may stand for anything but waiting.
 COLORS, WORKING = 18, 13
 LEARNING, HEALTH, TIME = "learning", "health", "time"
 
@@ -17,9 +21,10 @@ Record = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Series:
-    """One curve: finite values over steps. `sparse` ones (validations) are drawn with their points.
+    """A curve of finite values over steps.
 
-    `metric` is the name it was logged under, where it is one metric.
+    `sparse` curves (validations) are drawn with points. `metric` is the name of the logged metric, if the curve shows
+    a single metric.
     """
 
     label: str
@@ -32,7 +37,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture: curves over the step, or phases stacked on each other; `section` is the question it helps with."""
+    """One chart: curves over steps, or stacked phases; `section` is the section of the report that shows it."""
 
     title: str
     unit: str
@@ -45,7 +50,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class PanelSpec:
-    """What a panel shows: (label, metric) pairs, those that were logged; `unless_zero`: only if one is not always 0."""
+    """The definition of a panel: `curves` are (label, metric) pairs, drawn if the metric was logged.
+
+    With `unless_zero`, the panel is left out if all its values are 0. `validations` adds the validation accuracies.
+    """
 
     title: str
     unit: str
@@ -154,7 +162,10 @@ _SPECS = (
 
 
 def merge_steps(records: Iterable[Record]) -> list[dict[str, float]]:
-    """One record per step, in order: calls of one step together, and after a resume the later values."""
+    """Merge records into one per step, in order of steps.
+
+    Records of the same step are combined. If a metric occurs twice, as after a resume, the later value counts.
+    """
     steps: dict[float, dict[str, float]] = {}
     for record in records:
         if finite(record.get("step")):
@@ -163,42 +174,42 @@ def merge_steps(records: Iterable[Record]) -> list[dict[str, float]]:
 
 
 def series_of(name: str, label: str, records: Sequence[Record], sparse: bool = False, color: int = 0) -> Series:
-    """The finite values of a metric over the steps that have it."""
+    """Return the curve of a metric: its finite values over the steps that have them."""
     points = [(record["step"], record[name]) for record in records if finite(record.get(name))]
     return Series(label, [step for step, _ in points], [value for _, value in points], sparse, color, name)
 
 
 def build_panels(records: Sequence[Record]) -> list[Panel]:
-    """The panels of curves for which something was logged; records as `merge_steps` gives them."""
+    """Build the panels of curves for which something was logged; `records` come from `merge_steps`."""
     return [panel for spec in _SPECS if (panel := _panel(spec, records)) is not None]
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Centred moving average; at the ends over what is there of the window."""
+    """Return the centred moving average; at the ends of the curve the window is cut."""
     half = window // 2
-    # Each window is added up anew: in differences of running sums, small values behind a large one would be lost.
+    # Each window is summed separately. Differences of running sums would lose small values after a large one.
     windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in windows]
 
 
 def smoothing_window(count: int) -> int:
-    """The points a curve of this many is averaged over for its bold line; 1 means it is drawn as it is."""
+    """Return the smoothing window in points for the bold line of a curve of `count` points; 1 means no smoothing."""
     return 1 if count < 30 else 2 * (count // 40) + 3
 
 
 def spans_decades(values: Sequence[float]) -> bool:
-    """Whether positive values are so different that only a scale by powers of ten shows them."""
+    """Return whether all values are positive and so different that they need a logarithmic scale."""
     return min(values) > 1e-100 and max(values) > 100 * min(values)
 
 
 def starts_at_zero(values: Iterable[float]) -> bool:
-    """Whether the axis should begin at zero: curves that come near it are easier to judge so."""
+    """Return whether the axis should begin at zero, because the values are not negative and come near zero."""
     found = list(values)
     return 0 <= min(found) < 0.5 * max(found)
 
 
 def thin(steps: Sequence[float], values: Sequence[float], limit: int = MAX_POINTS) -> tuple[list[float], list[float]]:
-    """At most `limit` points: means over equal runs of points; the order is kept."""
+    """Reduce a curve to at most `limit` points, each the mean of an equal run of consecutive points."""
     count = len(values)
     if count <= limit:
         return list(steps), list(values)
@@ -225,7 +236,7 @@ def _panel(spec: PanelSpec, records: Sequence[Record]) -> Panel | None:
 
 
 def validation_series(records: Sequence[Record]) -> list[Series]:
-    """The mean accuracy of each validated data source."""
+    """Return one curve per validated data source, with the source's mean accuracy."""
     names = dict.fromkeys(
         name for record in records for name in record if (m := VALIDATION.match(name)) and m["kind"] == "mean"
     )
@@ -238,12 +249,12 @@ def validation_series(records: Sequence[Record]) -> list[Series]:
 
 
 def finite(value: object) -> bool:
-    """Whether it is a number that a picture can show."""
-    # Beyond this, sums and spans of an axis would overflow; no picture could show it anyway.
+    """Return whether `value` is a finite number that a chart can show."""
+    # Beyond 1e100, sums and spans of an axis would overflow, and no chart could show the value anyway.
     return isinstance(value, int | float) and abs(value) < 1e100
 
 
-# Where the time, the memory and the tokens of a run go: the ledger of its workers, or else the phases of its steps.
+# Time, memory and token balance of a run: from the ledger of its workers, or else from the phases of its steps.
 
 MAX_PHASES = 8
 _LEDGER = re.compile(r"^ledger_s/(?P<who>[^/]+)/(?P<what>.+)$")
@@ -253,7 +264,7 @@ _SWITCH = re.compile(r"^memory/switch_\w+/(?=max_)")
 _MFU = re.compile(r"^mfu/(?P<phase>.+)$")
 _TFLOPS = re.compile(r"^perf/tflops/(?P<phase>.+)$")
 STEP_CLOCK = "step"
-# The usual order of a step, so that phases keep their places and colours from one report to the next.
+# The usual order of phases in a step, so that phases keep their places from one report to the next.
 _ORDER = (
     *("gen", "generate", "prefill", "gen_max", "reward", "old_log_prob", "log_prob", "ref", "values", "value", "adv"),
     *("update_critic", "update_actor", "update_forward", "update_backward", "update_optimizer", "train"),
@@ -283,7 +294,7 @@ _COLOR = {
 
 @dataclass(frozen=True)
 class Entry:
-    """What a worker did: seconds per step (mean over the steps), its share of the worker's time, a colour."""
+    """One activity of a worker group: mean seconds per step, its share of the group's time, and its colour."""
 
     what: str
     seconds: float
@@ -293,7 +304,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Account:
-    """The time of one kind of worker; `booked` is the share of the step that its ledger holds, where that is known."""
+    """The time of one worker group, by activity.
+
+    `booked` is the share of the step's time that the group's ledger accounts for, or None if it is not known.
+    """
 
     who: str
     seconds: float
@@ -302,17 +316,17 @@ class Account:
 
 
 def is_waiting(what: str) -> bool:
-    """Whether an entry of the ledger is time in which nothing was done."""
+    """Return whether a name of the ledger stands for waiting."""
     return what.startswith("wait")
 
 
 def waiting(account: "Account") -> float:
-    """The share of a worker's time in which it did nothing."""
+    """Return the share of a worker group's time that it spent waiting."""
     return sum(entry.share for entry in account.entries if is_waiting(entry.what))
 
 
 def accounts(records: Sequence[Record]) -> list[Account]:
-    """The ledger of every kind of worker; without one, the phases of the step as the controller saw them."""
+    """Return the time account of every worker group; without a ledger, the step's phases measured by the controller."""
     found = []
     for who, rows in _seconds(records).items():
         steps = [record for record in records if any(finite(record.get(name)) for name in rows.values())]
@@ -328,7 +342,7 @@ def accounts(records: Sequence[Record]) -> list[Account]:
 
 
 def time_panels(records: Sequence[Record]) -> list[Panel]:
-    """The time of a step for every kind of worker, then utilisation, memory and balance, as far as they were logged."""
+    """Build the panels of step time per worker group, utilisation, memory and balance, as far as these were logged."""
     ledgers = _seconds(records)
     panels = [_stack(who, rows, records) for who, rows in ledgers.items()]
     mfu = _named(records, _MFU, "Model-FLOPs utilisation", "share of the device's peak", "by phase")
@@ -341,12 +355,12 @@ def time_panels(records: Sequence[Record]) -> list[Panel]:
 
 
 def color_of(what: str) -> int:
-    """The colour of a phase."""
+    """Return the colour number of a phase: a fixed one for known phases, or one derived from the name."""
     return _COLOR.get(what, _OTHER_WAIT if is_waiting(what) else sum(map(ord, what)) % WORKING)
 
 
 def _seconds(records: Sequence[Record]) -> dict[str, dict[str, str]]:
-    """For each kind of worker what it did and the metric of its seconds."""
+    """Return, for each worker group, its activities and the metric names of their seconds."""
     names = list(dict.fromkeys(name for record in records for name in record))
     ledgers: dict[str, dict[str, str]] = {}
     for name in names:
@@ -360,7 +374,7 @@ def _seconds(records: Sequence[Record]) -> dict[str, dict[str, str]]:
 
 
 def _stack(who: str, rows: dict[str, str], records: Sequence[Record]) -> Panel | None:
-    """The seconds of the largest phases over the steps, the rest in one."""
+    """Build a stacked panel of the largest phases over the steps; the remaining phases are summed as "other"."""
     timed = [record for record in records if any(finite(record.get(name)) for name in rows.values())]
     totals = {what: sum(_value(record, name) for record in timed) for what, name in rows.items()}
     totals = {what: total for what, total in totals.items() if total > 0}
@@ -392,7 +406,10 @@ def _named(records: Sequence[Record], pattern: re.Pattern[str], title: str, unit
 
 
 def _with_one_switch(record: Record) -> Record:
-    """The steps of the switch between training and generating as one phase, with the largest of their peaks."""
+    """Merge the memory metrics of the phases `switch_*` into one phase `switch` with the largest of their peaks.
+
+    A switch is the change between training and generating.
+    """
     found: dict[str, float] = {}
     for name, value in record.items():
         short = _SWITCH.sub("memory/switch/", name)
@@ -404,7 +421,7 @@ def _with_one_switch(record: Record) -> Record:
 
 
 def _balance(records: Sequence[Record]) -> Panel | None:
-    """How much more than the mean the fullest rank has: as the samples came, and as they were dealt out."""
+    """Build a panel of how many more tokens than the mean the fullest rank has, before and after balancing."""
     curves = []
     for color, (label, name) in enumerate((("as they came", "max"), ("after balancing", "balanced_max"))):
         points = [

@@ -1,6 +1,10 @@
-"""What a pipeline stage did and when: forward and backward of every micro-batch, and what it waited for.
+"""Timeline of pipeline stages: forward and backward of every micro-batch, and waits for other stages.
 
-`PipelineTimeline` speaks the protocol of Megatron's timers, so that its schedules fill it without knowing it:
+PipelineTimeline:                 records spans
+write_chrome_trace, draw_gantt:   write spans as a trace file or a picture
+BookingTimeline:                  records the same times in the time ledger
+
+`PipelineTimeline` implements the protocol of Megatron's timers, so that Megatron's schedules fill it unchanged:
 
     timeline = PipelineTimeline()
     with timeline.attached(engine.model):
@@ -34,7 +38,7 @@ WAIT_COLOUR = "#e8e8e8"
 
 @dataclass(frozen=True)
 class Span:
-    """One stretch of a stage's time. `work` is what it cost: seconds of the processor, not of the wall clock."""
+    """One time span of a pipeline stage, in seconds; `work` is its CPU time, not wall time."""
 
     kind: str
     chunk: int
@@ -45,9 +49,10 @@ class Span:
 
 
 class PipelineTimeline:
-    """Records one rank's spans, in seconds since it was made or cleared.
+    """A recorder of one rank's spans, in seconds since construction or the last `clear`.
 
-    On a GPU pass `synchronize`, so that a span ends when its kernels have ended; this costs some of their overlap.
+    On a GPU, pass `synchronize`, so that a span ends when its kernels have ended. This costs some of the overlap of
+    kernels.
     """
 
     def __init__(
@@ -61,7 +66,7 @@ class PipelineTimeline:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all spans and starts the clock anew."""
+        """Delete all spans and restart the clock at zero."""
         self.spans: list[Span] = []
         self._current: tuple[int, int] | None = None
         self._passed: Counter[int] = Counter()
@@ -69,7 +74,7 @@ class PipelineTimeline:
 
     @contextmanager
     def attached(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
-        """Inside, what Megatron's schedules do with these chunks of one model is recorded."""
+        """Record, during the `with` block, what Megatron's schedules do with these chunks of one model."""
         handles = [chunk.register_forward_hook(partial(self._ran, number)) for number, chunk in enumerate(chunks)]
         config: Any = chunks[0].config
         config.timers = self
@@ -81,16 +86,19 @@ class PipelineTimeline:
                 handle.remove()
 
     def _ran(self, chunk: int, module: nn.Module, arguments: Any, output: Tensor) -> None:
-        # A chunk sees the micro-batches in their order, whatever it does in between.
+        # Every chunk gets the micro-batches in order, so a counter per chunk gives the micro-batch's number.
         self.watch(output, chunk, self._passed[chunk])
         self._passed[chunk] += 1
 
     def record(self, kind: str, chunk: int, micro_batch: int, start: float, end: float, work: float = 0.0) -> None:
-        """Adds a span: `forward` or `backward` of a micro-batch through a chunk, or a `wait`."""
+        """Add a span: the `forward` or `backward` of a micro-batch through a chunk, or a `wait`."""
         self.spans.append(Span(kind, chunk, micro_batch, start, end, work))
 
     def watch(self, output: Tensor, chunk: int, micro_batch: int) -> None:
-        """Called during a forward with what the chunk gave: names the running forward and, later, its backward."""
+        """Assign the running forward, and later its backward, to a chunk and micro-batch.
+
+        Call it during the forward with the chunk's `output`, whose gradient hook marks the backward.
+        """
         self._current = (chunk, micro_batch)
         if output.requires_grad:
 
@@ -105,17 +113,17 @@ class PipelineTimeline:
         return self._watches[name]
 
     def now(self) -> tuple[float, float]:
-        """Seconds since the start, and seconds of the processor."""
+        """Return the seconds since the start and the CPU seconds, after synchronizing if configured."""
         if self._synchronize is not None:
             self._synchronize()
         return self._clock() - self._origin, self._busy()
 
     def close(self, name: str, start: tuple[float, float]) -> None:
-        """Ends what Megatron's timer `name` began at `start`."""
+        """Record the span that Megatron's timer `name` began at `start` and ends now."""
         end = self.now()
         kind = name.removesuffix("-compute")
         if kind == "forward-backward":
-            return  # the whole schedule
+            return  # the timer of the whole schedule
         if kind not in COMPUTE:
             self.record("wait", -1, -1, start[0], end[0])
             return
@@ -126,7 +134,7 @@ class PipelineTimeline:
 
 
 class Stopwatch:
-    """One of Megatron's timers."""
+    """A timer in Megatron's protocol that records its spans in a timeline."""
 
     def __init__(self, timeline: PipelineTimeline, name: str) -> None:
         self._timeline, self._name = timeline, name
@@ -140,7 +148,7 @@ class Stopwatch:
 
 
 def write_chrome_trace(stages: Sequence[Sequence[Span]], path: Path) -> None:
-    """Writes the spans of all stages for chrome://tracing or Perfetto: a process a stage, a thread a chunk."""
+    """Write the spans of all stages for chrome://tracing or Perfetto; a stage is a process, a chunk a thread."""
     events: list[dict[str, Any]] = []
     for stage, spans in enumerate(stages):
         events.append({"ph": "M", "name": "process_name", "pid": stage, "args": {"name": f"stage {stage}"}})
@@ -161,7 +169,7 @@ def write_chrome_trace(stages: Sequence[Sequence[Span]], path: Path) -> None:
 
 
 def draw_gantt(panels: Mapping[str, Sequence[Sequence[Span]]], path: Path) -> None:
-    """Draws timelines one under the other on one time axis, each with its title: a row a stage, a box a micro-batch."""
+    """Draw titled timelines below each other on one time axis, with a row per stage and a box per micro-batch."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -188,7 +196,7 @@ def _draw_stages(axis: Axes, stages: Sequence[Sequence[Span]]) -> None:
             axis.barh(stage, width, left=span.start, height=0.86, color=colour, edgecolor="white", linewidth=0.6)
             if shades is not None and width > end / 120:
                 centre = span.start + width / 2
-                ink = "#1c2430" if span.chunk % 3 == 1 else "white"  # the second shade is a light one
+                ink = "#1c2430" if span.chunk % 3 == 1 else "white"  # the second shade is light
                 axis.text(centre, stage, str(span.micro_batch), ha="center", va="center", fontsize=7, color=ink)
     axis.set_yticks(range(len(stages)), [f"stage {stage}" for stage in range(len(stages))])
     axis.invert_yaxis()
@@ -196,14 +204,14 @@ def _draw_stages(axis: Axes, stages: Sequence[Sequence[Span]]) -> None:
     axis.tick_params(left=False, labelsize=8)
 
 
-# Megatron's pipeline schedules in the ledger: forward and backward of every micro-batch, waits for other stages.
+# The time ledger of Megatron's pipeline schedules: forward and backward of every micro-batch, waits for other stages.
 
 COMPUTE_PHASES = {"forward-compute": "update_forward", "backward-compute": "update_backward"}
 WHOLE = "forward-backward"
 
 
 class BookingTimeline(PipelineTimeline):
-    """A timeline that also books what it hears of: sends and receives are waits for peers."""
+    """A timeline that also books its times in the current ledger; sends and receives count as waits for peers."""
 
     def __init__(self, forward_only: bool) -> None:
         super().__init__()
@@ -216,14 +224,14 @@ class BookingTimeline(PipelineTimeline):
 
     def _book_of(self, name: str) -> str | None:
         if name == WHOLE or (self.forward_only and name in COMPUTE_PHASES):
-            return None  # it counts as what it is a part of
+            return None  # its time stays with the enclosing block
         if name in COMPUTE_PHASES:
             return COMPUTE_PHASES[name]
         return "update_backward" if "grads" in name else PEERS
 
 
 class BookingStopwatch(Stopwatch):
-    """One of Megatron's timers, with the name that its time is booked to."""
+    """A timer in Megatron's protocol that also books its time under a name of the ledger."""
 
     def __init__(self, timeline: PipelineTimeline, name: str, book: str | None) -> None:
         super().__init__(timeline, name)
@@ -242,9 +250,10 @@ class BookingStopwatch(Stopwatch):
 
 @contextmanager
 def booking_pipeline(chunks: Sequence[nn.Module], forward_only: bool) -> Iterator[None]:
-    """Inside, what Megatron's schedules do with these chunks of one model is booked, and kept where a run is traced.
+    """Book, during the `with` block, the times of Megatron's schedules on these chunks of one model.
 
-    Without a ledger, or where somebody else listens to the schedule, nothing is done.
+    If the ledger traces, the spans are kept for the timeline as well. Nothing is done without a ledger, or if the
+    model's config has timers already.
     """
     ledger = current_ledger()
     config = getattr(chunks[0], "config", None)

@@ -1,6 +1,6 @@
 "use strict";
-// What a model wrote comes in as data and goes out as text: nothing here ever becomes markup except what our own
-// server has drawn.
+// Text from a model comes in as data and is inserted as text. Only HTML that our own server has rendered is inserted
+// as markup.
 const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("data").textContent);
 const make = (tag, name, text) => {
@@ -10,7 +10,7 @@ const make = (tag, name, text) => {
   return element;
 };
 
-// Light and dark: as the system says, or as the button was last set.
+// Light or dark theme: the system's preference, or the last choice made by the button.
 function startTheme() {
   const button = $("theme");
   const system = matchMedia("(prefers-color-scheme: dark)");
@@ -25,14 +25,14 @@ function startTheme() {
   button.hidden = false;
   button.onclick = () => {
     chosen = button.textContent;
-    try { localStorage.setItem("meshrl-theme", chosen); } catch { /* a page from a file may not keep anything */ }
+    try { localStorage.setItem("meshrl-theme", chosen); } catch { /* pages opened from a file may have no storage */ }
     show();
   };
   system.onchange = show;
   show();
 }
 
-// One small window for the values under the pointer, or of the step chosen with the arrow keys.
+// One tooltip for the values under the pointer, or of the step chosen with the arrow keys.
 function showTip(text, box) {
   const tip = $("tip");
   tip.textContent = text;
@@ -77,7 +77,8 @@ function startPictures(root) {
   }
 }
 
-// Colours of single tokens. Each mode: what it reads, how a value becomes a colour, what its ends mean.
+// Colours of single tokens. Each mode is named after the column it reads, and has a label, the meaning of both ends of
+// its scale, and the colour of a value.
 const tint = (color, share) => `color-mix(in srgb, var(--${color}) ${Math.round(100 * Math.min(1, share))}%, transparent)`;
 const MODES = {
   log_prob: {
@@ -124,7 +125,7 @@ function tokenTip(tokens, place) {
   return lines.join("\n");
 }
 
-// The samples with their filters.
+// The list of samples and its filters.
 const PAGE = 20;
 const view = { shown: PAGE, samples: data.samples || [], inputs: {} };
 
@@ -265,7 +266,7 @@ function sampleKeys(event) {
   event.preventDefault();
 }
 
-// Live: asks the server that gave the page what came after the part of the run that is known here.
+// Live updates: polls the server of this page for the parts of the run that came after the page's mark.
 const MOST_SAMPLES = 1000;
 const drawn = {};
 

@@ -1,4 +1,10 @@
-"""The picture of a run: curves.png and a report.html that needs nothing but itself."""
+"""The report of a run: curves.png and a self-contained report.html, and the comparison of several runs.
+
+write_report:                    the report of one run, from the files in its folder
+tiles, summary, ledger, config:  the numbers of the report as text
+page_samples:                    the samples that a page contains
+write_comparison:                several runs on one page
+"""
 
 import logging
 import math
@@ -38,7 +44,8 @@ from meshrl.telemetry.run_folder import RunFiles, flatten_config
 
 logger = logging.getLogger(__name__)
 
-# Single values up to so many are stacked; more are a field of cells. Their colours from the lowest value on.
+# Up to `_FEW` different values are drawn as stacked shares, more as a heat map. `_VALUES` are the colours of the
+# stacked values, from the lowest value up.
 _FEW = 5
 _VALUES = (12, 0, 6, 2, 8)
 _ENDINGS = {"length": 1, "stop": 12}
@@ -47,7 +54,7 @@ HEADINGS = {LEARNING: "Is it learning?", HEALTH: "Is it healthy?", TIME: "Where 
 
 @dataclass(frozen=True)
 class RunData:
-    """What is known of a run: its records by step, how its samples are spread, some samples, its config."""
+    """The data of a run: its metrics by step, distributions over samples, some samples, its config and its sources."""
 
     path: Path
     records: Sequence[Record]
@@ -58,7 +65,7 @@ class RunData:
 
     @property
     def title(self) -> str:
-        """The project's and the experiment's name, or else the folder's."""
+        """The names of project and experiment, or else the name of the folder."""
         trainer = self.config.get("trainer")
         known = trainer if isinstance(trainer, Mapping) else {}
         names = [known.get(key) for key in ("project_name", "experiment_name")]
@@ -66,7 +73,7 @@ class RunData:
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> RunData:
-    """What a run's folder holds; a folder that is none is refused."""
+    """Read the data of a run from its folder; raise a ValueError if it is no run folder."""
     run = RunFiles(run_dir)
     if not run.path.is_dir():
         raise ValueError(f"there is no run folder {run.path}")
@@ -83,15 +90,15 @@ def read_run(run_dir: str | os.PathLike[str]) -> RunData:
 
 
 def latest_by_step(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """One record a step, in order; of a step that was taken twice the later one."""
+    """Return one record per step, in order of steps; if a step occurs twice, the later record counts."""
     steps = {record["step"]: record for record in records if finite(record.get("step"))}
     return [steps[step] for step in sorted(steps)]
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
-    """Writes report.html and curves.png of a run from what its folder holds; returns the report's path.
+    """Write report.html and curves.png of a run from the files in its folder; return the report's path.
 
-    A run that has not logged a step gets a report that says so, and no curves.png.
+    If no step was logged yet, the report contains a note on this, and curves.png is not written.
     """
     run, files = read_run(run_dir), RunFiles(run_dir)
     panels = [*build_panels(run.records), *time_panels(run.records)]
@@ -104,12 +111,12 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def run_page(run: RunData) -> str:
-    """The report of a run as one HTML file's text."""
+    """Return the report of a run as the text of one HTML file."""
     return render_page(visible(run.title, 120), run_sections(run), {"samples": page_samples(run.generations)})
 
 
 def run_sections(run: RunData) -> dict[str, str]:
-    """The parts of a run's page that change with every step, as HTML."""
+    """Render the parts of a run's page that change with every step, as HTML by name."""
     pictures = [*time_panels(run.records), *build_panels(run.records), *spreads(run)]
     return render_sections(
         head={
@@ -133,7 +140,7 @@ def run_sections(run: RunData) -> dict[str, str]:
 
 
 def figure(picture: Panel | Spread) -> dict[str, Any]:
-    """A picture with what stands around it."""
+    """Draw a panel or distribution as SVG; return it with its title, note and legend."""
     series = picture.series if isinstance(picture, Panel) else []
     drawn = draw_panel(picture) if isinstance(picture, Panel) else draw_spread(picture)
     legend = [(curve.label, curve.color % COLORS) for curve in series]
@@ -147,7 +154,7 @@ def figure(picture: Panel | Spread) -> dict[str, Any]:
 
 
 def spreads(run: RunData) -> list[Panel | Spread]:
-    """How rewards and lengths are spread over the samples, and how these ended, as far as that was kept."""
+    """Build the distributions of rewards, response lengths and finish reasons, as far as these were recorded."""
     wanted = (
         ("score", "Reward, every sample", "score"),
         ("response_length", "Response length, every sample", "tokens"),
@@ -157,7 +164,7 @@ def spreads(run: RunData) -> list[Panel | Spread]:
         if (spread := spread_of(name, title, unit, run.distributions)) is not None:
             found.append(_shares(spread) if 1 < len(spread.labels) <= _FEW else spread)
     rows = finish_shares(run.distributions)
-    # What ended by itself lies on top, so that the rest can be seen.
+    # "stop" is on top of the stack, so that the other reasons can be seen at the bottom.
     reasons = sorted({name for row in rows for name in row} - {"step"}, key=lambda name: (name == "stop", name))
     if reasons:
         filled = [{**dict.fromkeys(reasons, 0.0), **row} for row in rows]
@@ -168,7 +175,7 @@ def spreads(run: RunData) -> list[Panel | Spread]:
 
 
 def _shares(spread: Spread) -> Panel:
-    """A few single values, such as 0 and 1, stacked on each other."""
+    """Convert a distribution over a few single values, such as 0 and 1, into a panel of stacked shares."""
     columns = zip(*spread.shares, strict=True)
     series = [
         Series(f"{spread.unit} {label}", spread.steps, list(values), color=_VALUES[row])
@@ -177,7 +184,7 @@ def _shares(spread: Spread) -> Panel:
     return Panel(spread.title, "share of samples", series, stacked=True, note="by value", section=spread.section)
 
 
-# The report's numbers as text: tiles, summary, all metrics, the workers' accounts of their time, config.
+# The numbers of the report as text: tiles, summary, all metrics, time accounts of the workers, config.
 
 # (label, metric, which way is better: +1 up, -1 down, 0 neither)
 SUMMARY = (
@@ -205,7 +212,7 @@ SUMMARY = (
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """One metric over the run, as text."""
+    """One metric of the summary table, with its values as text and a sparkline."""
 
     label: str
     first: str
@@ -216,7 +223,7 @@ class SummaryRow:
 
 
 def tiles(records: Sequence[Record]) -> list[dict[str, str]]:
-    """The few numbers to see first."""
+    """Return the key numbers for the top of the page, each with a label."""
     if not records:
         return []
     found = [{"label": "steps", "value": f"{max(record['step'] for record in records):,.0f}"}]
@@ -234,19 +241,19 @@ def tiles(records: Sequence[Record]) -> list[dict[str, str]]:
 
 
 def summary(records: Sequence[Record]) -> list[SummaryRow]:
-    """The metrics that matter most, each with its course."""
+    """Return the summary table: the most important metrics, each with its course over the run."""
     return [_summary_row(curve, better) for curve, better in summary_series(records)]
 
 
 def summary_series(records: Sequence[Record]) -> list[tuple[Series, int]]:
-    """The series of the summary that were logged, and which way each is better."""
+    """Return the logged curves of the summary, each with its better direction: +1 up, -1 down, 0 neither."""
     rows = [(curve, 1) for curve in validation_series(records)]
     rows += [(series_of(name, label, records), better) for label, name, better in SUMMARY]
     return [(curve, better) for curve, better in rows if curve.values]
 
 
 def best_of(curve: Series, better: int) -> str:
-    """The best value and its step; nothing where no way is better."""
+    """Return the best value of a curve and its step as text, or "" if neither direction is better."""
     if not better:
         return ""
     place = max(range(len(curve.values)), key=lambda i: better * curve.values[i])
@@ -254,13 +261,13 @@ def best_of(curve: Series, better: int) -> str:
 
 
 def recent_of(curve: Series) -> str:
-    """The mean of the last ten, or the last validation."""
+    """Return the mean of the last ten values as text; of a validation curve, the last value."""
     tail = curve.values[-1:] if curve.sparse else curve.values[-10:]
     return number(math.fsum(tail) / len(tail))
 
 
 def all_metrics(records: Sequence[Record]) -> list[tuple[str, ...]]:
-    """Every logged metric with its first, last, smallest and largest finite value."""
+    """Return every logged metric with its first, last, smallest and largest finite value, as text."""
     names = sorted({name for record in records for name in record} - {"step", "time"})
     curves = [series_of(name, name, records) for name in names]
     return [
@@ -271,7 +278,7 @@ def all_metrics(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def ledger(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """For each kind of worker where its time went, largest first for the table, in order for the bar."""
+    """Return the time account of each worker group: rows by falling share, and the bar in the order of a step."""
     found = []
     for account in accounts(records):
         rows = {entry.what: _ledger_row(entry) for entry in account.entries}
@@ -296,7 +303,7 @@ def _ledger_row(entry: Entry) -> dict[str, Any]:
 
 
 def config_tables(config: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, list[tuple[str, str, str]]]:
-    """The config's rows (key, value, where from): those that were chosen, then the defaults."""
+    """Return the rows (key, value, source) of the config, divided into chosen values and defaults."""
     rows = [
         (visible(key), visible(as_text(value), 400), visible(sources.get(key, ""), 120))
         for key, value in flatten_config(config)
@@ -318,20 +325,20 @@ def _summary_row(curve: Series, better: int) -> SummaryRow:
     return SummaryRow(visible(curve.label, 80), first, last, recent_of(curve), best, spark)
 
 
-# The samples a page holds: some of every part of the run, as plain data that its script draws and filters.
+# The samples in a page: some from every part of the run, as plain data that the page's script draws and filters.
 
 MAX_SAMPLES = 240
 MAX_TEXT = 4000
-# Over all samples of a page: about two megabytes with all columns.
+# Tokens with details over all samples of a page: about two megabytes with all columns.
 MAX_TOKENS = 60_000
 _OWN = frozenset({"step", "split", "prompt", "response", "score", "finish", "tokens"})
 _COLUMNS = ("log_prob", "advantage", "version", "mismatch", "told")
 
 
 def page_samples(rows: Sequence[Mapping[str, Any]], limit: int = MAX_SAMPLES) -> list[dict[str, Any]]:
-    """Samples from the whole run, the latest first: one of every so many rows, with the last ones.
+    """Return at most `limit` samples, spread evenly over the run, the latest first.
 
-    Beyond a number of tokens the older ones are text only.
+    The token details of the newest samples are kept up to `MAX_TOKENS` tokens. Older samples are text only.
     """
     every = max(1, -(-len(rows) // limit))
     left, found = MAX_TOKENS, []
@@ -362,7 +369,7 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prompt(prompt: Any) -> Any:
-    """Chat messages as a conversation, anything else as it is."""
+    """Return chat messages as one text with a line per message; return any other prompt unchanged."""
     messages: list[Any] = prompt if isinstance(prompt, list) and prompt else [None]
     if not all(isinstance(m, Mapping) and isinstance(m.get("content"), str) for m in messages):
         return prompt
@@ -370,7 +377,10 @@ def _prompt(prompt: Any) -> Any:
 
 
 def _tokens(tokens: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that fit the text: a number for all, or one for each token."""
+    """Return the token texts and their valid columns.
+
+    A column is valid if it is one number for all tokens or a list with a value for each token.
+    """
     text = [visible(piece) for piece in tokens["text"]]
     found: dict[str, Any] = {"text": text}
     for name in _COLUMNS:
@@ -385,22 +395,22 @@ def _tokens(tokens: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number, or nothing: JSON has no other, and a script takes no truth value for one."""
+    """Return a finite number, or None, because JSON has no NaN or infinity; a bool becomes 0 or 1 for the script."""
     if isinstance(value, bool):
         return int(value)
     return value if finite(value) else None
 
 
-# Several runs on one page: their curves over each other, their numbers side by side, what their configs differ in.
+# The comparison of several runs on one page: overlaid curves, numbers side by side, differences of the configs.
 
 MOST_RUNS = WORKING - 1
-# Where runs are kept and what they are called differs always and says nothing.
+# Folders and names of runs always differ, so the comparison leaves these keys out.
 _NAMES = frozenset({"trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name"})
 _MISSING = "–"
 
 
 def write_comparison(run_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] | None = None) -> Path:
-    """Writes one page on several runs, into the first one's folder unless `out` says where."""
+    """Write a page that compares several runs to `out`, by default comparison.html in the first run's folder."""
     if not 2 <= len(run_dirs) <= MOST_RUNS:
         raise ValueError(f"a comparison needs 2 to {MOST_RUNS} runs, got {len(run_dirs)}")
     runs = [read_run(run_dir) for run_dir in run_dirs]
@@ -413,7 +423,10 @@ def write_comparison(run_dirs: Sequence[str | os.PathLike[str]], out: str | os.P
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """For each run the shortest end of its path that no other has; what stands before and after is left out."""
+    """Return a short unique name for each run: the shortest end of its path that distinguishes all runs.
+
+    Trailing path parts that are equal in all runs are removed.
+    """
     for size in range(1, max(len(path.parts) for path in paths) + 1):
         ends = [path.parts[-size:] for path in paths]
         if len(set(ends)) == len(paths):
@@ -426,7 +439,7 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 
 def comparison_sections(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, str]:
-    """The parts of the page, as HTML."""
+    """Render the parts of the comparison page as HTML, by name."""
     shown = [visible(name, 60) for name in names]
     panels = overlaid([run.records for run in runs], names)
     rows, alike = config_differences([run.config for run in runs])
@@ -447,7 +460,7 @@ def comparison_sections(runs: Sequence[RunData], names: Sequence[str]) -> dict[s
 
 
 def overlaid(runs: Sequence[Sequence[Record]], names: Sequence[str]) -> list[Panel]:
-    """One panel for each metric of the usual panels, with a curve of every run that has it."""
+    """Build one panel for each metric of the report's panels, with a curve for every run that logged the metric."""
     found: dict[str, tuple[str, Panel]] = {}
     for records in runs:
         for panel in build_panels(records):
@@ -468,7 +481,7 @@ def overlaid(runs: Sequence[Sequence[Record]], names: Sequence[str]) -> list[Pan
 
 
 def side_by_side(runs: Sequence[Sequence[Record]]) -> list[dict[str, Any]]:
-    """The summary's metrics, a cell for every run."""
+    """Return the rows of the summary's metrics, with a cell for every run."""
     tables = [{curve.metric: (curve, better) for curve, better in summary_series(records)} for records in runs]
     labels: dict[str, str] = {}
     for table in tables:
@@ -489,7 +502,7 @@ def side_by_side(runs: Sequence[Sequence[Record]]) -> list[dict[str, Any]]:
 
 
 def config_differences(configs: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, list[str]]], int]:
-    """The keys whose values are not the same everywhere, with their values; and how many are."""
+    """Return the keys whose values differ between configs, with their values, and the number of equal keys."""
     flat = [dict(flatten_config(config)) for config in configs]
     keys = list(dict.fromkeys(key for config in flat for key in config))
     rows = []

@@ -1,4 +1,8 @@
-"""The folder of one run: which files it has, and how they are written and read."""
+"""The folder of one run: its files, and how they are written and read.
+
+RunFiles:    paths and reading, without any change to the folder
+RunFolder:   writing, by one process at a time (`held`)
+"""
 
 import contextlib
 import json
@@ -28,7 +32,10 @@ LOCK = ".lock"
 
 
 class RunFiles:
-    """The files of a run, to read: nothing is created, moved or repaired, so a running run can be read too."""
+    """The files of a run, for reading.
+
+    Reading does not create, move or repair any file, so the folder of a running run can be read as well.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).resolve()
@@ -51,44 +58,45 @@ class RunFiles:
         self.model = self.path / "model"
 
     def read_metrics(self) -> list[dict[str, float]]:
-        """The logged records in order: `step`, `time` (unix seconds) and the metrics, flat."""
+        """Read the logged records in order, each a flat dict of `step`, `time` (unix seconds) and the metrics."""
         return [numbers_of(record) for record in _read_lines(self.metrics)]
 
     def read_generations(self) -> list[dict[str, Any]]:
-        """The sampled generations in order: `step`, `prompt`, `response`, `score` and what else was written."""
+        """Read the logged samples in order, each with `step`, `prompt`, `response`, `score` and further fields."""
         return _read_lines(self.generations)
 
     def read_distributions(self) -> list[dict[str, Any]]:
-        """Per step the histograms of its samples' `score` and `response_length`, and the counts of `finish` reasons."""
+        """Read the distributions per step: histograms of `score` and `response_length`, counts of `finish` reasons."""
         return _read_lines(self.distributions)
 
     def read_config(self) -> dict[str, Any]:
-        """The resolved config, empty where none was written or it cannot be read."""
+        """Read the resolved config; return an empty dict if it is missing or unreadable."""
         return _mapping_in(self.config, quick_yaml.parsed)
 
     def read_tracker_ids(self) -> dict[str, str]:
-        """The names under which tracking services know this run, by service."""
+        """Read the run ids that tracking services gave to this run, by service."""
         return _mapping_in(self.tracker_ids, json.loads)
 
     def read_config_sources(self) -> dict[str, str]:
-        """Where each dotted config key got its value ("default", a recipe, ...), empty where it is not known."""
+        """Read the source of each dotted config key's value ("default", a recipe, ...); empty if unknown."""
         return _mapping_in(self.config_sources, json.loads)
 
 
 class _LogFile(logging.FileHandler):
-    """A log that cannot be written, as on a full disk, does not hide what else there is to say."""
+    """A log file whose write errors, such as a full disk, print no traceback over the other output."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Leave the record out if its file takes nothing."""
+        """Drop the record if the file cannot be written; report all other errors as usual."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
 
 class RunFolder(RunFiles):
-    """The folder a run writes, alone. The files of an earlier run there move into `previous-N/` first.
+    """The folder that one run writes, locked against other processes.
 
-    `resume=True` continues the files that are there instead; with `last_step`, records of later steps are cut off.
-    Other things in the folder stay.
+    The files of an earlier run in the folder are first moved into `previous-N/`. With `resume=True`, the existing
+    files are continued instead, and with `last_step`, records of later steps are removed. Files that do not belong to
+    a run stay.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, resume: bool = False, last_step: int | None = None) -> None:
@@ -108,35 +116,35 @@ class RunFolder(RunFiles):
             self._move_aside()
 
     def write_config(self, config: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> None:
-        """Writes the resolved config and, if given, where each dotted key came from ("default", a recipe, ...)."""
+        """Write the resolved config and, if given, the source of each dotted key ("default", a recipe, ...)."""
         text = quick_yaml.as_text(_plain(config), sort_keys=False, width=120)
         write_whole(self.config, text)
         if sources is not None:
             write_json(self.config_sources, dict(sources))
 
     def keep_tracker_id(self, service: str, name: str) -> None:
-        """Remembers the name that a tracking service has for this run: what goes on with it goes on there too."""
+        """Store the id that a tracking service gave to this run, so that a resumed run continues under this id."""
         write_json(self.tracker_ids, self.read_tracker_ids() | {service: name})
 
     def append_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Adds one line to metrics.jsonl: the metrics with `step` and the time."""
+        """Append one line to metrics.jsonl: the metrics with `step` and the time."""
         if taken := _RESERVED & metrics.keys():
             raise ValueError(f"metrics cannot be named {sorted(taken)}: the record itself has these fields")
         record = {"step": step, "time": round(time.time(), 3), **{k: _json_number(v) for k, v in metrics.items()}}
         append_line(self.metrics, record)
 
     def append_generations(self, rows: Iterable[Mapping[str, Any]], step: int) -> None:
-        """Adds sampled generations to generations.jsonl; rows have `prompt`, `response`, `score`, ..."""
+        """Append samples to generations.jsonl; rows have `prompt`, `response`, `score`, ..."""
         for row in rows:
             record = {"step": step, **{key: _plain(value) for key, value in row.items()}}
             append_line(self.generations, record)
 
     def append_distributions(self, found: Mapping[str, Any], step: int) -> None:
-        """Adds one line to distributions.jsonl: how the samples of a step are spread."""
+        """Append one line to distributions.jsonl: the distributions over the samples of a step."""
         append_line(self.distributions, {"step": step, **_plain(found)})
 
     def start_log(self, source: str = "meshrl", level: int = logging.INFO) -> None:
-        """From now on, what `source` logs is also written to log.txt."""
+        """Write the records of the logger `source` to log.txt as well, from now on."""
         handler = _LogFile(self.log, encoding="utf-8", errors="backslashreplace")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         handler.setLevel(level)
@@ -147,7 +155,7 @@ class RunFolder(RunFiles):
         log_source.addHandler(handler)
 
     def close(self) -> None:
-        """Ends log.txt. The other files are complete after each write."""
+        """Close log.txt and release the folder's lock; all other files are complete after each write."""
         for log_source, handler, level_before in self._log_handlers:
             log_source.removeHandler(handler)
             log_source.setLevel(level_before)
@@ -166,9 +174,9 @@ class RunFolder(RunFiles):
         self.close()
 
     def put_back(self) -> bool:
-        """Brings an earlier run's files back where this one has failed before it kept anything of its own.
+        """Restore the earlier run's files if this run failed before it wrote results; return whether they are back.
 
-        What it has written of its start goes, but for its log, which stays beside the earlier run's.
+        The files of this run's start are deleted, except its log, which is kept as log-failed-start.txt.
         """
         started = {self.config, self.config_sources, self.log, self.tracker_ids, self.tensorboard}
         if self.moved_to is None or not started.issuperset(self._files()):
@@ -184,13 +192,13 @@ class RunFolder(RunFiles):
         return True
 
     def _move_aside(self) -> None:
-        # A checkpoint that a killed run was writing or deleting is nobody's, and as large as a whole one.
+        # Checkpoints that a killed run was writing or deleting are useless, but can be as large as whole checkpoints.
         for left_over in (*self.checkpoints.glob(".*.partial"), *self.checkpoints.glob(".*.deleted")):
             shutil.rmtree(left_over, ignore_errors=True)
         self.moved_to = move_aside(self._files(), self.path)
 
     def _files(self) -> list[Path]:
-        """What there is of a run."""
+        """Return the files and folders of a run that exist."""
         own = (self.config, self.config_sources, self.metrics, self.generations, self.distributions, self.tracker_ids)
         made = (self.report, self.curves, self.log, self.tensorboard, self.timeline)
         kept = (self.checkpoints, self.batches, self.nonfinite, self.dumps, self.model)
@@ -198,9 +206,10 @@ class RunFolder(RunFiles):
 
 
 def held(folder: Path) -> IO[str] | None:
-    """A file whose lock says that this process writes into a folder; raises where another one does.
+    """Lock a folder for writing by this process and return the lock file.
 
-    Such a lock ends with its process, however that ends. Not all file systems have them: None.
+    Raise a ValueError if another process holds the lock. The lock ends with its process, even if the process is
+    killed. Return None if the file system does not support locks.
     """
     import fcntl
 
@@ -218,20 +227,23 @@ def held(folder: Path) -> IO[str] | None:
     except OSError:
         stream.close()
         return None
-    with contextlib.suppress(OSError):  # a full disk: the lock is held, only its words are missing
+    with contextlib.suppress(OSError):  # on a full disk the lock is held, without its text
         stream.truncate(0)
         os.write(stream.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return stream
 
 
 def check_unheld(folder: str | os.PathLike[str]) -> None:
-    """Raises if another process writes into a folder."""
+    """Raise a ValueError if another process holds the lock of a folder."""
     if (Path(folder) / LOCK).is_file() and (found := held(Path(folder))) is not None:
         found.close()
 
 
 def move_aside(old: Sequence[Path], folder: Path) -> Path | None:
-    """Moves what an earlier run has left in a folder into a new `previous-N/` there, which it returns."""
+    """Move the files `old` of an earlier run into a new folder `previous-N/` inside `folder`, and return its path.
+
+    Return None if there is no file to move.
+    """
     if not old:
         return None
     moved_to = _new_numbered_folder(folder)
@@ -241,7 +253,7 @@ def move_aside(old: Sequence[Path], folder: Path) -> Path | None:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The JSON object of a line, or nothing where it is none."""
+    """Parse a line as a JSON object; return None if it is not one."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -250,12 +262,12 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of metrics as it was before it became JSON, which has no NaN."""
+    """Convert a metrics record read from JSON: the strings for NaN and infinity become numbers again."""
     return {name: _number(value) for name, value in record.items()}
 
 
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a nested config as (dotted key, value)."""
+    """Yield the leaves of a nested config as (dotted key, value) pairs."""
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from flatten_config(value, f"{prefix}{key}.")
@@ -264,7 +276,10 @@ def flatten_config(config: Mapping[str, Any], prefix: str = "") -> Iterator[tupl
 
 
 def _new_numbered_folder(parent: Path) -> Path:
-    """Creates the first free `previous-N`; mkdir decides, so two runs never share one."""
+    """Create and return the first free folder `previous-N`.
+
+    The atomic mkdir decides which number is free, so two runs never share a folder.
+    """
     number = 1
     while True:
         folder = parent / f"previous-{number}"
@@ -277,9 +292,12 @@ def _new_numbered_folder(parent: Path) -> Path:
 
 
 def append_line(file: Path, record: Mapping[str, Any]) -> None:
-    """Add a record to a journal, on a line of its own also behind one that a kill or a full disk has cut off."""
+    """Append a record to a .jsonl file on a separate line.
+
+    If a kill or a full disk has cut off the last line, a line break is inserted first.
+    """
     line = json.dumps(record, ensure_ascii=False) + "\n"
-    # A lone surrogate has no UTF-8 form; backslashreplace turns it into the escape that JSON has for it.
+    # A lone surrogate has no UTF-8 form; backslashreplace turns it into its JSON escape.
     data = line.encode("utf-8", errors="backslashreplace")
     with naming(file), open(file, "ab+") as stream:
         if stream.tell():
@@ -289,7 +307,7 @@ def append_line(file: Path, record: Mapping[str, Any]) -> None:
 
 
 def _mapping_in(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """What a file holds; one that cannot be read is named and left out."""
+    """Parse a file into a mapping; unreadable files are logged, and give an empty dict like missing files."""
     if not file.exists():
         return {}
     try:
@@ -301,7 +319,7 @@ def _mapping_in(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def _read_lines(file: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a .jsonl file; a last line that is still being written is left out."""
+    """Read the JSON objects of a .jsonl file; an incomplete last line is skipped, as it may still be being written."""
     if not file.exists():
         return []
     *lines, tail = file.read_bytes().split(b"\n")
@@ -318,7 +336,7 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _cut_after(file: Path, step: int) -> None:
-    """Takes the records of later steps out of a .jsonl file; the rest stays to the byte."""
+    """Remove the records of steps after `step` from a .jsonl file; the remaining lines stay byte for byte."""
     if not file.exists():
         return
     lines = file.read_bytes().splitlines(keepends=True)
@@ -328,7 +346,7 @@ def _cut_after(file: Path, step: int) -> None:
 
 
 def _step_of(line: bytes) -> float:
-    """The step of a record; a line that is none (cut off by a kill) belongs to no step that is kept."""
+    """Return the step of a record, or infinity for a line that is not a record, for example one cut off by a kill."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -344,7 +362,10 @@ def _number(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Plain Python data for JSON and YAML: numpy and torch values become numbers and lists, the rest text."""
+    """Convert a value to plain Python data for JSON and YAML.
+
+    numpy and torch values become numbers and lists. NaN, infinity and unknown types become strings.
+    """
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -354,6 +375,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     if value is None or isinstance(value, bool | int | float | str):
-        # Enum members that are also str or int would not survive yaml's safe writer as they are.
+        # YAML's safe writer refuses Enum members that are also str or int, so their plain value is used.
         return value if type(value) in (type(None), bool, int, float, str) else getattr(value, "value", str(value))
     return str(value)

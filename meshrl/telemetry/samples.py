@@ -1,4 +1,9 @@
-"""Some samples to look at, and all of them where a folder was asked for."""
+"""Logs of samples: a few per step in the run folder, and all of them in separate folders if configured.
+
+SampleLog:       writes samples and the distributions of their scores and lengths
+token_details:   log-probs, advantages and versions of single tokens
+finish_reasons:  the finish reasons of responses from their tokens
+"""
 
 from __future__ import annotations
 
@@ -27,12 +32,12 @@ _OF_TOKENS = (
 
 
 class SampleLog:
-    """Writes sampled generations: a few into the run folder, all into `rollout_data_dir` / `validation_data_dir`.
+    """A writer of samples: a few into the run folder, all into `rollout_data_dir` and `validation_data_dir` if given.
 
-    The few are those of a step or of a whole validation. What an earlier run has left in the folders moves aside.
-    With `decode_tokens` (text of token ids) the few have their tokens with log-probs, advantages and versions. How the
-    scores and lengths of a training step are spread goes into distributions.jsonl. `stops` are the tokens that end an
-    answer.
+    `training_samples` is the number of samples per step in the run folder, `validation_samples` the number per whole
+    validation. Files of an earlier run in the two folders are moved aside. With `decode_tokens` (token ids to text),
+    samples in the run folder include their tokens with log-probs, advantages and versions. The distributions of scores
+    and lengths of a training step go into distributions.jsonl. `stops` are the tokens that end a response.
     """
 
     def __init__(
@@ -49,24 +54,27 @@ class SampleLog:
         self.run, self.decode_tokens, self.stops = run, decode_tokens, tuple(stops)
         self.few = {"train": training_samples, "val": validation_samples}
         self.folders = {"train": rollout_data_dir, "val": validation_data_dir}
-        # How many of the few are written: a validation may come in several batches.
+        # Samples written so far per split and step, because a validation may come in several batches.
         self._written: Counter[tuple[str, int]] = Counter()
         self._begun: set[Path] = set()
         if run.last_step is not None:
             self._forget_after(run.last_step)
 
     def log_training(self, batch: DataProto, decode: DecodeBatch, step: int) -> None:
-        """Takes the samples of a training step."""
+        """Write the samples and distributions of a training step."""
         self._log(batch, decode, step, "train")
         if spread := self._spread(batch):
             self.run.append_distributions(spread, step)
 
     def log_validation(self, batch: DataProto, decode: DecodeBatch, step: int) -> None:
-        """Takes the samples of a validation."""
+        """Write the samples of a validation, or of one of its batches."""
         self._log(batch, decode, step, "val")
 
     def _forget_after(self, step: int) -> None:
-        """Deletes the files of steps that a run which goes on will take again: it would write behind their lines."""
+        """Delete the files of steps after `step`.
+
+        A resumed run repeats these steps and would append to the files.
+        """
         for folder in filter(None, self.folders.values()):
             for file in _files_of_steps(Path(folder)):
                 if int(file.stem) > step:
@@ -84,7 +92,10 @@ class SampleLog:
                     out.write(json.dumps({"step": step, **row}, ensure_ascii=False, default=_plain) + "\n")
 
     def _begin(self, folder: Path) -> Path:
-        """The folder; before the first samples of a new run, what an earlier one has left there moves aside."""
+        """Create the folder if necessary and return it.
+
+        Before the first samples of a new run, the files of an earlier run in the folder are moved aside.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         if self.run.is_new and folder not in self._begun:
             moved_to = move_aside(_files_of_steps(folder), folder)
@@ -118,7 +129,10 @@ class SampleLog:
             yield row
 
     def _finish(self, batch: DataProto) -> list[str]:
-        """Why each sample ended, as the rollout said, or else by its tokens; empty where neither is known."""
+        """Return the finish reason of each sample, from the rollout or else from the sample's tokens.
+
+        The list is empty if neither is available.
+        """
         if "ending" in batch.non_tensor_batch:
             return [str(reason) for reason in batch.non_tensor_batch["ending"]]
         if not {"responses", "attention_mask"} <= set(batch.batch.keys()):
@@ -146,23 +160,26 @@ def _files_of_steps(folder: Path) -> list[Path]:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers and lists for numpy's and torch's values, text for all else that JSON does not know."""
+    """Convert a value that JSON lacks: numpy and torch values to numbers and lists, all others to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-# What is kept of single tokens, so that a sample can be read by how likely, how good and how old its tokens are.
+# Details of single tokens, so that the report can show how likely, how good and how old the tokens of a sample are.
 
-# Per sample; a file of a thousand steps with two long samples each stays at some ten megabytes.
+# The most tokens per sample. A file of a thousand steps with two long samples each stays at some ten megabytes.
 MAX_TOKENS = 512
-# What a decoder puts for bytes that are no whole character, and how many tokens one may be spread over.
+# The character that a decoder emits for an incomplete character, and the most tokens that a character may span.
 _BROKEN, _MOST_BROKEN = "\ufffd", 8
 Decode = Callable[[list[int]], str]
 
 
 def token_pieces(decode: Decode, token_ids: Sequence[int]) -> list[str]:
-    """The text of each token; where a character ends in a later token, that one has all of it and the first none."""
+    """Decode each token and return one text per token.
+
+    If a character spans several tokens, the last of these tokens has the whole character and the others have "".
+    """
     ids, pieces = list(token_ids), []
-    context = read = 0  # tokens before `read` have given their text; those from `context` on help
+    context = read = 0  # tokens before `read` are decoded; decoding starts at `context` to have their context
     before = ""
     for end in range(1, len(ids) + 1):
         after = decode(ids[context:end])
@@ -176,11 +193,12 @@ def token_pieces(decode: Decode, token_ids: Sequence[int]) -> list[str]:
 
 
 def token_details(row: dict[str, Tensor], decode: Decode, limit: int = MAX_TOKENS) -> dict[str, Any] | None:
-    """The tokens of one answer with their log-probs, advantages and versions, as far as the batch has them.
+    """Return the tokens of one response with their log-probs, advantages and versions, as far as `row` has them.
 
-    `row` holds tensors of one sample, [response tokens] each; `attention_mask` is that of prompt and response. A column
-    whose values are all alike is one number. `of` is the length of an answer that was cut after `limit` tokens; `told`
-    is 1 for what the model was told and did not sample.
+    `row` holds the tensors of one sample, `[response tokens]` each; only `attention_mask` covers prompt and response.
+    Return None for a response without tokens. A column whose values are all equal is one number. `of` is the full
+    length of a response that was cut to `limit` tokens. `told` is 1 for tokens that the model did not sample, such as
+    tool results.
     """
     ids = row["responses"]
     there = row["attention_mask"][-len(ids) :].bool() if "attention_mask" in row else row["response_mask"].bool()
@@ -207,7 +225,10 @@ def token_details(row: dict[str, Tensor], decode: Decode, limit: int = MAX_TOKEN
 
 
 def finish_reasons(batch: dict[str, Tensor], stops: Sequence[int]) -> list[str]:
-    """Why each answer ended: `length` if it fills the rectangle without a stop token at its end, else `stop`."""
+    """Return the finish reason of each response: `length` or `stop`.
+
+    It is `length` if the response fills its row of the batch and does not end with one of the stop tokens `stops`.
+    """
     import torch
 
     last = batch["responses"][:, -1]
@@ -217,9 +238,12 @@ def finish_reasons(batch: dict[str, Tensor], stops: Sequence[int]) -> list[str]:
 
 
 def _column(values: Tensor, sampled: Tensor, digits: int | None = None) -> Any:
-    """The values of the sampled tokens with so many digits (None: whole numbers), 0 for the others."""
+    """Return the values of the sampled tokens, rounded to `digits` significant digits (None: whole numbers).
+
+    Tokens that were not sampled get 0. If all sampled tokens have the same value, only that value is returned.
+    """
     kept = values.masked_fill(~sampled, 0).tolist()
-    # Adding 0.0 turns -0.0, which reads badly, into 0.0.
+    # Adding 0.0 turns -0.0 into 0.0, which is easier to read.
     numbers = kept if digits is None else [float(f"{value:.{digits}g}") + 0.0 for value in kept]
     different = {number for number, own in zip(numbers, sampled.tolist(), strict=True) if own}
     return different.pop() if len(different) == 1 else numbers

@@ -1,11 +1,16 @@
-"""What a process does with its time: every second is booked to exactly one name.
+"""Time attribution: every second of a process is booked to exactly one name.
 
     with booked("sync"):        # or @booked("sync") above a function
         ...
 
-An inner block takes its seconds from the outer one. Nothing is added up here: the ledger keeps the changes of the name
-with their times, and whoever reads its pages (see below) adds them up between any two moments, or draws them.
-Threads that work for the same ledger share its time: what was opened last counts, and work counts before waiting.
+Ledger, booked:   record the time of one process
+Track, account:   combine the ledgers of all processes into one account per step
+ClockOffset:      the difference between the clocks of two processes
+PhaseTimer:       the phases of a step, measured by the controller
+
+The seconds of an inner block do not count for the outer block. The ledger only records changes of the name with their
+times. Readers of its pages (`Page`) sum the times between any two moments, or draw them. Threads that work for the same
+ledger share its time: the block opened last counts, and work takes precedence over waiting.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ OTHER = "other"
 WAIT = "wait_"
 IDLE = "wait_controller"
 UPDATE = "update_"
-# Changes that nobody has asked for are dropped beyond this, the oldest first.
+# The most changes kept between two calls of `Ledger.take`. Beyond this limit, the oldest half is dropped.
 MOST_CHANGES = 1 << 16
 
 _here = threading.local()
@@ -35,7 +40,7 @@ _mark_device: Callable[[], Any] | None = None
 
 @dataclass(frozen=True)
 class Span:
-    """Something that happened on a track of a process beside its ledger, such as a call or a micro-batch."""
+    """A named time span on a track of a process other than its ledger, such as a call or a micro-batch."""
 
     track: str
     name: str
@@ -45,10 +50,10 @@ class Span:
 
 @dataclass
 class Page:
-    """What a ledger has noted since it was last asked, in seconds of its own process's clock.
+    """The records of a ledger since the previous page, in seconds of its own process's clock.
 
-    `changes` are (time, name) from then on; the last name holds until `until`. `counts` add up over pages, of `peaks`
-    the largest counts.
+    `changes` are (time, name) pairs: the name holds from that time to the next change, and the last name holds to
+    `until`. Over several pages, `counts` are summed and `peaks` are combined by their maximum.
     """
 
     begin: float
@@ -57,12 +62,12 @@ class Page:
     counts: dict[str, float] = field(default_factory=dict)
     peaks: dict[str, float] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
-    blocks: int = 0  # that were opened
-    # What the device itself took for blocks of the update, by its own clock; empty on a CPU.
+    blocks: int = 0  # number of blocks opened
+    # Seconds of update blocks on the device, by the device's own clock; empty on a CPU.
     device: dict[str, float] = field(default_factory=dict)
 
     def segments(self, shift: float = 0.0) -> Iterator[tuple[float, float, str]]:
-        """(start, end, name) without gaps, `shift` seconds later."""
+        """Yield contiguous (start, end, name) segments, moved by `shift` seconds; empty segments are left out."""
         ends = [at for at, _ in self.changes[1:]] + [self.until]
         for (start, name), end in zip(self.changes, ends, strict=True):
             if end > start:
@@ -70,23 +75,26 @@ class Page:
 
 
 class Ledger:
-    """The time of one process (or of one role in it). `idle` is the name of the time in which nobody works for it."""
+    """The recorded time of one process, or of one role in a process.
+
+    `idle` is the name for time in which no thread works for the ledger.
+    """
 
     def __init__(self, idle: str = IDLE, clock: Callable[[], float] = time.perf_counter) -> None:
         self.idle, self.clock = idle, clock
         self.traces = False  # whether spans are kept
         self._lock = threading.Lock()
-        self._open: dict[int, list[tuple[int, str]]] = {}  # of each thread that works for it, innermost last
+        self._open: dict[int, list[tuple[int, str]]] = {}  # open blocks of each thread, innermost last
         self._opened = self._told = 0
         self._name = idle
         self._changes = [(clock(), idle)]
         self._counts: dict[str, float] = {}
         self._peaks: dict[str, float] = {}
         self._spans: list[Span] = []
-        self._device: list[tuple[str, Any, Any]] = []  # blocks between two events of the device
+        self._device: list[tuple[str, Any, Any]] = []  # blocks as (name, start event, end event) of the device
 
     def open(self, name: str) -> int:
-        """From now on this thread's time is `name`; returns what `close` needs."""
+        """Book this thread's time to `name` from now on; return the depth to pass to `close`."""
         with self._lock:
             self._opened += 1
             names = self._open.setdefault(threading.get_ident(), [])
@@ -95,7 +103,7 @@ class Ledger:
             return len(names) - 1
 
     def close(self, depth: int) -> None:
-        """Ends what this thread opened, and what an error has left open in it."""
+        """End this thread's block at `depth`, and all blocks that an error has left open inside it."""
         with self._lock:
             me = threading.get_ident()
             del self._open[me][depth:]
@@ -116,7 +124,10 @@ class Ledger:
 
     @contextmanager
     def serving(self, method: str, name: str = OTHER, is_call: bool = True) -> Iterator[None]:
-        """Inside, this thread works for this ledger; the seconds of a call are counted under its method."""
+        """Let this thread work for this ledger during the `with` block, with its time booked to `name`.
+
+        If `is_call`, the seconds are also counted as `seconds/<method>` and kept as a span.
+        """
         outer = getattr(_here, "ledger", None), getattr(_here, "method", "")
         _here.ledger, _here.method = self, method
         depth = self.open(name)
@@ -132,30 +143,30 @@ class Ledger:
                 self.span("calls", method, started, ended)
 
     def span(self, track: str, name: str, start: float, end: float) -> None:
-        """Keeps a span for the timeline, where one is written."""
+        """Keep a span for the timeline, if spans are kept (`traces`)."""
         if self.traces:
             with self._lock:
                 self._spans.append(Span(track, name, start, end))
 
     def add(self, name: str, value: float) -> None:
-        """Adds to a count."""
+        """Add a value to the count of this name."""
         with self._lock:
             self._counts[name] = self._counts.get(name, 0.0) + value
 
     def raise_to(self, name: str, value: float) -> None:
-        """Keeps the largest of a measure."""
+        """Raise the peak of this name to `value` if it is larger."""
         with self._lock:
             self._peaks[name] = max(value, self._peaks.get(name, value))
 
     def on_device(self, name: str, start: Any, end: Any) -> None:
-        """Keeps a block of the device's time, between two events that may not have happened yet."""
+        """Keep a block of device time between two events that the device may not have reached yet."""
         with self._lock:
             self._device.append((name, start, end))
             if len(self._device) > MOST_CHANGES:
                 del self._device[: MOST_CHANGES // 2]
 
     def take(self) -> Page:
-        """What was noted since the last time; the ledger goes on from now."""
+        """Return the records since the last call as a page, and start the next page."""
         with self._lock:
             now = self.clock()
             page = Page(self._changes[0][0], now, self._changes, self._counts, self._peaks, self._spans)
@@ -163,13 +174,13 @@ class Ledger:
             self._changes, self._counts, self._peaks, self._spans = [(now, self._name)], {}, {}, []
             blocks, self._device = self._device, []
         for name, start, end in blocks:
-            if end.query():  # else its call still runs: nobody waits for it here
+            if end.query():  # otherwise the call still runs on the device, and this thread does not wait for it
                 page.device[name] = page.device.get(name, 0.0) + start.elapsed_time(end) / 1e3
         return page
 
 
 class booked(ContextDecorator):  # noqa: N801 - reads as a word: `with booked("sync"):`
-    """Books the time of a block, or of a decorated function, in the ledger that this thread works for, if any."""
+    """A context manager or decorator that books the time of a block in the ledger of this thread, if there is one."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -202,18 +213,18 @@ class booked(ContextDecorator):  # noqa: N801 - reads as a word: `with booked("s
 
 
 def current_ledger() -> Ledger | None:
-    """The ledger that this thread works for."""
+    """Return the ledger that this thread works for, or None."""
     return getattr(_here, "ledger", None)
 
 
 def served_method() -> str:
-    """The call that this thread works on; empty outside of one."""
+    """Return the name of the worker method that this thread serves, or "" outside of a call."""
     return getattr(_here, "method", "")
 
 
 @contextmanager
 def working_for(ledger: Ledger | None, method: str, name: str = OTHER) -> Iterator[None]:
-    """For a thread that a call has started: inside, it works for the call's ledger."""
+    """Let a thread started by a call work for the call's ledger during the `with` block; None does nothing."""
     if ledger is None:
         yield
         return
@@ -222,7 +233,7 @@ def working_for(ledger: Ledger | None, method: str, name: str = OTHER) -> Iterat
 
 
 def seconds_of_a_block(repeats: int = 300) -> float:
-    """What booking itself takes here, the best of three."""
+    """Measure the seconds that booking one block takes in this process, the best of three measurements."""
     best = float("inf")
     for _ in range(3):
         with Ledger().serving("f"):
@@ -235,9 +246,9 @@ def seconds_of_a_block(repeats: int = 300) -> float:
 
 
 def watch_cuda() -> None:
-    """From now on booked blocks of this process are NVTX ranges, and those of an update are measured by CUDA events.
+    """Mark booked blocks of this process as NVTX ranges, and measure blocks of an update by CUDA events.
 
-    Neither waits for the device.
+    Both apply from now on, and neither waits for the device.
     """
     global _push_range, _pop_range, _mark_device
     import torch
@@ -250,10 +261,11 @@ def watch_cuda() -> None:
     _push_range, _pop_range, _mark_device = torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop, mark
 
 
-# From the ledgers of all processes to one account of a step: who did what, and who waited for whom.
+# The account of a step: the ledgers of all processes combined, with the reason for each wait.
 #
-# Every process's pages are moved to the controller's clock first, so that a step begins and ends at the same moment
-# everywhere. A rank that has nothing to do says `wait_controller`; here that becomes whom it really waits for:
+# The pages of every process are first moved to the controller's clock, so that a step begins and ends at the same
+# moment everywhere. A rank without work books `wait_controller`. Here this name is replaced by the real reason, if
+# there is one:
 #
 #     wait_peers    another rank of its group still works on the call
 #     wait_GROUP    the controller itself waits for that group
@@ -261,14 +273,17 @@ def watch_cuda() -> None:
 
 # (start, end, name)
 Segment = tuple[float, float, str]
-# (whose, rank)
+# (worker group, rank)
 Key = tuple[str, int]
 PEERS, REWARD = "wait_peers", "reward"
 
 
 @dataclass
 class Track:
-    """What is known of one process (or one role in it): whose it is, and its time so far, on the controller's clock."""
+    """The collected records of one process, or of one role in a process, on the controller's clock.
+
+    `who` is its worker group.
+    """
 
     who: str
     rank: int = 0
@@ -278,11 +293,12 @@ class Track:
     peaks: dict[str, float] = field(default_factory=dict)
     device: dict[str, float] = field(default_factory=dict)
     blocks: int = 0
-    _ended: tuple[float, float] | None = None  # the last page, on its own clock and on the controller's
+    _ended: tuple[float, float] | None = None  # end of the last page, on its own and the controller's clock
 
     def add(self, page: Page, shift: float) -> None:
-        """Adds a page; `shift` seconds make its clock the controller's."""
-        # The clocks may be known better by now: what goes on there without a gap must do so here.
+        """Add a page; `shift` is the number of seconds from the page's clock to the controller's clock."""
+        # `shift` may be more exact than for the last page. Pages that follow each other without a gap on their own
+        # clock must do so on the controller's clock as well.
         goes_on = self._ended is not None and self._ended[0] == page.begin
         floor = self._ended[1] if goes_on and self._ended is not None else -math.inf
         for number, (start, end, name) in enumerate(page.segments(shift)):
@@ -300,17 +316,20 @@ class Track:
             self.device[name] = self.device.get(name, 0.0) + value
 
     def between(self, begin: float, end: float) -> list[Segment]:
-        """Its segments, cut at two moments."""
+        """Return the segments between two moments, cut at both of them."""
         return [(max(a, begin), min(b, end), name) for a, b, name in self.segments if a < end and b > begin]
 
     def forget(self, until: float) -> None:
-        """Lets go of what is over, and of counts and peaks."""
+        """Delete segments that ended by `until`, and all spans, counts and peaks."""
         self.segments = [segment for segment in self.segments if segment[1] > until]
         self.spans, self.counts, self.peaks, self.device, self.blocks = [], {}, {}, {}, 0
 
 
 def account(controller: Track, ranks: Sequence[Track], begin: float, end: float) -> dict[Key, list[Segment]]:
-    """The segments of a step for every track, with waits named after whom they are for."""
+    """Return the segments of a step for every track, with `wait_controller` replaced by its reason, if it has one.
+
+    The step lasts from `begin` to `end` on the controller's clock.
+    """
     own = controller.between(begin, end)
     found = {(controller.who, controller.rank): own}
     groups: dict[str, list[Track]] = {}
@@ -326,14 +345,17 @@ def account(controller: Track, ranks: Sequence[Track], begin: float, end: float)
 
 
 def _reason(controller_does: str, who: str) -> str:
-    """What a group without work waits for while the controller does this."""
+    """Return the name of the wait of a group without work while the controller is in `controller_does`."""
     if controller_does == REWARD:
         return WAIT + REWARD
     return controller_does if controller_does.startswith(WAIT) and controller_does != WAIT + who else IDLE
 
 
 def _explained(segment: Segment, busy: Sequence[Segment], reasons: Sequence[Segment]) -> list[Segment]:
-    """A segment, cut into its reasons where it is a wait that has several."""
+    """Cut a `wait_controller` segment by its reasons: busy peers first, then the controller's activity.
+
+    Other segments are returned unchanged.
+    """
     if segment[2] != IDLE:
         return [segment]
     pieces: list[Segment] = []
@@ -343,7 +365,7 @@ def _explained(segment: Segment, busy: Sequence[Segment], reasons: Sequence[Segm
 
 
 def union(segments: Iterable[Segment]) -> list[Segment]:
-    """Where any of the segments is, as `wait_peers` without overlaps."""
+    """Merge segments into non-overlapping ones, all named `wait_peers`."""
     merged: list[Segment] = []
     for start, end, _ in sorted(segments):
         if merged and start <= merged[-1][1]:
@@ -354,7 +376,10 @@ def union(segments: Iterable[Segment]) -> list[Segment]:
 
 
 def overlay(under: Segment, over: Sequence[Segment]) -> list[Segment]:
-    """`under`, with the names of `over` (sorted, without overlaps) where they are."""
+    """Cut the segment `under` and rename the parts covered by segments of `over` to their names.
+
+    `over` is sorted and without overlaps.
+    """
     start, end, name = under
     pieces: list[Segment] = []
     first = max(0, bisect.bisect_right(over, start, key=lambda segment: segment[0]) - 1)
@@ -374,7 +399,11 @@ def overlay(under: Segment, over: Sequence[Segment]) -> list[Segment]:
 
 
 def seconds_by_name(segments: Iterable[Segment], device: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Adds up. Where the device measured the blocks of an update itself, their sum is shared out as it says."""
+    """Sum the seconds of segments by name.
+
+    If the device measured the blocks of an update (names with `update_`), their total is redistributed in proportion
+    to the device's measurements in `device`.
+    """
     sums: dict[str, float] = {}
     for start, end, name in segments:
         sums[name] = sums.get(name, 0.0) + end - start
@@ -389,7 +418,10 @@ def seconds_by_name(segments: Iterable[Segment], device: Mapping[str, float] | N
 def ledger_metrics(
     accounts: Mapping[Key, Sequence[Segment]], devices: Mapping[Key, Mapping[str, float]], seconds: float
 ) -> dict[str, float]:
-    """`ledger_s/<who>/<what>`, means over the ranks, and `ledger/<who>/booked`, the share of the step in their sum."""
+    """Return `ledger_s/<who>/<what>`, seconds as means over the ranks, and `ledger/<who>/booked`.
+
+    The latter is the share of the step's `seconds` that the sum of a group's bookings covers.
+    """
     ranks: dict[str, list[dict[str, float]]] = {}
     for key, segments in accounts.items():
         ranks.setdefault(key[0], []).append(seconds_by_name(segments, devices.get(key)))
@@ -401,48 +433,52 @@ def ledger_metrics(
     return metrics
 
 
-# By how much another process's clock is ahead of ours, found by asking it what time it is.
+# The offset between another process's clock and this process's clock, measured by asking that process for its time.
 
-# Two machines' clocks may drift apart by so much; a measure becomes worse by it as it ages.
+# Two machines' clocks may drift apart by this many seconds per second, so a measurement loses accuracy as it ages.
 DRIFT = 50e-6
 
 
 class ClockOffset:
-    """The best measure so far. Until the first one, clocks are taken to be the same."""
+    """The best measurement so far of how many seconds another clock is ahead; 0 before the first measurement."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._uncertainty, self._at = float("inf"), 0.0
 
     def note(self, asked: float, theirs: float, answered: float) -> None:
-        """We asked and had the answer at these times of ours; it was made at `theirs`, somewhere in between."""
+        """Take a measurement if it is more certain than the best one so far.
+
+        The other process was asked at `asked` and its answer arrived at `answered`, on this process's clock. Its own
+        clock showed `theirs` at an unknown moment in between.
+        """
         uncertainty = (answered - asked) / 2
         if uncertainty <= self.uncertainty(answered):
             self.seconds = theirs - (asked + answered) / 2
             self._uncertainty, self._at = uncertainty, answered
 
     def uncertainty(self, now: float) -> float:
-        """How far off the measure may be, in seconds."""
+        """Return the largest possible error of the offset in seconds, which grows with its age at `now`."""
         return self._uncertainty + DRIFT * (now - self._at)
 
     @property
     def shift(self) -> float:
-        """What to add to their times to have ours."""
+        """Seconds to add to the other clock's times to get times of this process's clock."""
         return -self.seconds
 
 
-# Where the seconds of a step went.
+# The phases of a step, measured by the controller.
 
 STEP = "step"
-# What the controller's own time in these phases is booked to; in all others it is `other`.
+# Phase -> the name that the controller's own time is booked to; in all other phases the name is `other`.
 BOOKED = {"reward": "reward", "save_checkpoint": "checkpoint"}
 
 
 class PhaseTimer:
-    """Splits the wall time since its start (or `reset`) into named phases that add up to the step.
+    """A split of the wall time since construction (or `reset`) into named phases that add up to the step.
 
-    A phase inside another takes its seconds away from the outer one; seconds in no phase are `other`.
-    `on_change` hears the name of the phase that runs now, "" between phases.
+    The seconds of an inner phase do not count for the outer phase. Seconds outside of all phases count as `other`.
+    `on_change` is called with the name of the current phase at every change, and with "" between phases.
     """
 
     def __init__(
@@ -456,7 +492,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Charges the seconds of the `with` block to `timing_s/<name>`; the same name may come again and adds up."""
+        """Charge the seconds of the `with` block to `timing_s/<name>`; repeated phases of one name add up."""
         if name in (OTHER, STEP):
             raise ValueError(f"a phase cannot be called {name!r}: the timer itself reports timing_s/{name}")
         self._charge()
@@ -471,14 +507,14 @@ class PhaseTimer:
             self._announce()
 
     def metrics(self) -> dict[str, float]:
-        """`timing_s/<phase>` for each phase, `timing_s/other` and their sum `timing_s/step`, up to now."""
+        """Return `timing_s/<phase>` for each phase, `timing_s/other` and their sum `timing_s/step`, up to now."""
         self._charge()
         timing = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
         timing[f"timing_s/{STEP}"] = sum(self._seconds.values())
         return timing
 
     def reset(self) -> None:
-        """Starts the next step; phases still open go on in it."""
+        """Start the next step; phases that are still open continue in the new step."""
         self._seconds = {OTHER: 0.0}
         self._mark = self.began = self._clock()
 

@@ -1,7 +1,11 @@
-"""timeline.json.gz: what every process of a run did, for Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""timeline.json.gz: the activities of every process of a run, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-Times are microseconds of the controller's clock since 1970. Each step is appended when it ends; a file whose run was
-killed lacks its last bracket, which both viewers and `read_timeline` do without.
+TimelineFile:   writes the file, step by step
+read_timeline:  reads the file, even if it is incomplete
+draw_step:      draws one step as a picture
+
+Times are microseconds since 1970 on the controller's clock. Each step is appended when it ends. The file of a killed
+run lacks its closing bracket, which neither the viewers nor `read_timeline` need.
 """
 
 from __future__ import annotations
@@ -32,14 +36,14 @@ Event = dict[str, Any]
 
 
 class TimelineFile:
-    """Writes the timeline of a run; what is there of steps up to `last_step` stays.
+    """A writer of a run's timeline; events of steps up to `last_step` that are in the file already are kept.
 
-    `steps`: those to write, all of them if empty.
+    `steps` are the steps to write; if it is empty, all steps are written.
     """
 
     def __init__(self, path: Path, steps: Sequence[int] = (), last_step: int = -1) -> None:
         self.path, self.steps = path, frozenset(steps)
-        # Our clock counts from anywhere.
+        # The zero of `perf_counter` is arbitrary; this offset turns its seconds into seconds since 1970.
         self._since_1970 = time.time() - time.perf_counter()
         self._pids: dict[Key, int] = {CONTROLLER: 0}
         self._tids: dict[tuple[int, str, int], int] = {}
@@ -49,7 +53,7 @@ class TimelineFile:
             file.write("[\n" + _lines(kept))
 
     def _go_on_from(self, kept: Sequence[Event]) -> None:
-        """Takes the numbers of processes and tracks from what is kept, or two tracks would become one."""
+        """Take over the process and track numbers of the kept events; new numbers could otherwise collide with them."""
         lanes: Counter[tuple[int, str]] = Counter()
         for event in kept:
             pid, name = event.get("pid", 0), str(event.get("args", {}).get("name"))
@@ -61,7 +65,7 @@ class TimelineFile:
                 lanes[pid, name] += 1
 
     def wants(self, step: int) -> bool:
-        """Whether this step is to be written."""
+        """Return whether the timeline of this step is to be written."""
         return not self.steps or step in self.steps
 
     def write(
@@ -73,7 +77,10 @@ class TimelineFile:
         spans: Mapping[Key, Sequence[Span]],
         uncertainty: Mapping[Key, float],
     ) -> None:
-        """Adds a step: the ledger of every process, and beside it what else happened there."""
+        """Append a step from `begin` to `end`: the ledger segments of every process, and its other spans.
+
+        All times are seconds of the controller's clock. `uncertainty` is the clock error of each process in seconds.
+        """
         events = self._track(CONTROLLER, STEPS, [(begin, end, f"step {step}")], step)
         for key, segments in accounts.items():
             events += self._track(key, LEDGER, segments, step, uncertainty.get(key))
@@ -88,7 +95,10 @@ class TimelineFile:
     def _track(
         self, key: Key, track: str, segments: Sequence[Segment], step: int, uncertainty: float | None = None
     ) -> list[Event]:
-        """Events of one track, on as many lanes as there are at the same time; names are said once."""
+        """Return the events of one track; overlapping segments go to different lanes.
+
+        Names of processes and tracks are emitted once, when a lane is first used.
+        """
         pid = self._pids.setdefault(key, max(self._pids.values()) + 1)
         events: list[Event] = []
         lanes: list[float] = []
@@ -105,13 +115,13 @@ class TimelineFile:
         return events
 
     def close(self) -> None:
-        """Ends the file."""
+        """Write the closing bracket of the JSON list."""
         with naming(self.path), gzip.open(self.path, "at", 3, encoding="utf-8") as file:
             file.write("{}\n]\n")
 
 
 def _names(key: Key, pid: int, tid: int, track: str, step: int, uncertainty: float | None) -> list[Event]:
-    """What the viewers are to call a process and its track."""
+    """Return the metadata events that name and sort a process and its track in the viewers."""
     who = key[0] if key == CONTROLLER else f"{key[0]} rank {key[1]}"
     said: dict[str, dict[str, Any]] = {
         "process_name": {"name": who},
@@ -129,12 +139,12 @@ def _lines(events: Iterable[Event]) -> str:
 
 
 def step_of(event: Event) -> int:
-    """The step that an event belongs to."""
+    """Return the step that an event belongs to, or -1."""
     return int(event.get("args", {}).get("step", -1))
 
 
 def read_timeline(path: Path) -> list[Event]:
-    """The events of a timeline, also of one that is still written or was cut off."""
+    """Read the events of a timeline file, even if it is still being written or was cut off by a kill."""
     lines: list[str] = []
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
@@ -148,7 +158,7 @@ def read_timeline(path: Path) -> list[Event]:
     return [event for line in events if line.startswith("{") and line.endswith("}") and (event := json.loads(line))]
 
 
-# A step as a picture: a row for every process, a colour for everything it did.
+# The picture of one step: a row for every process, a colour for every activity.
 
 COLOURS = {
     "prefill": "#8c6bb1",
@@ -164,7 +174,7 @@ COLOURS = {
     "checkpoint": "#9d755d",
     "other": "#8a8f98",
 }
-# Pale: nobody works.
+# Waits have pale colours.
 WAITS = {
     "wait_controller": "#dfe2e7",
     "wait_peers": "#f6dccb",
@@ -180,7 +190,10 @@ MICRO_BATCH = re.compile(r"^(forward|backward) (\d+)$")
 
 
 def draw_step(run: Path, step: int | None = None, out: Path | None = None) -> Path:
-    """Draws one step (the last, if none is named) of a run's timeline; a PNG, or an SVG by the name of `out`."""
+    """Draw one step of a run's timeline, by default the last; return the path of the picture.
+
+    The picture is a PNG, or an SVG if `out` has that suffix.
+    """
     path = run / "timeline.json.gz" if run.is_dir() else run
     if not path.exists():
         raise ValueError(f"there is no {path}: train with trainer.timeline=true")
@@ -227,7 +240,7 @@ def _draw(events: Sequence[Event], step: int, out: Path) -> None:
 
 
 def _rows(events: Sequence[Event], processes: dict[int, str]) -> list[tuple[str, list[Event]]]:
-    """(label, events): the ledger of every process and, below it, the chunks of its pipeline."""
+    """Return the rows of the picture as (label, events): each process's ledger, followed by its pipeline chunks."""
     rows: list[tuple[str, list[Event]]] = []
     for pid, who in sorted(processes.items()):
         own = [event for event in events if event["pid"] == pid]
@@ -238,7 +251,7 @@ def _rows(events: Sequence[Event], processes: dict[int, str]) -> list[tuple[str,
 
 
 def _colours(names: Any) -> dict[str, str]:
-    """A colour for each name that is there: work in the order of a step, then waits in greys."""
+    """Return a colour for each name that occurs: work in the order of a step, then waits in pale colours."""
     there = set(names)
     waits = sorted(name for name in there if name.startswith("wait_"))
     known = {name: colour for name, colour in COLOURS.items() if name in there}

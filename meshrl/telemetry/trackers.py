@@ -1,4 +1,8 @@
-"""Where metrics go: one small interface, and its forms for the console, files and the tracking services."""
+"""Metric loggers: one small interface, with implementations for the console, files and tracking services.
+
+Tracking:  sends the metrics of every step to all configured loggers
+*Tracker:  metrics.jsonl, TensorBoard, Weights & Biases, MLflow, trackio, SwanLab
+"""
 
 import difflib
 import importlib
@@ -21,17 +25,17 @@ FAILURES = "training/tracker_failures"
 
 
 class Tracker(Protocol):
-    """Takes metrics step by step."""
+    """An interface that receives the metrics of a run step by step."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Records the metrics of a step."""
+        """Record the metrics of one step under their names."""
 
     def finish(self) -> None:
-        """Ends the recording; nothing is logged after it."""
+        """End the recording; `log` is not called afterwards."""
 
 
 class FileTracker:
-    """metrics.jsonl of the run folder."""
+    """A tracker that appends to metrics.jsonl in the run folder."""
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
@@ -40,11 +44,11 @@ class FileTracker:
         self._run.append_metrics(metrics, step)
 
     def finish(self) -> None:
-        """Each line was complete when it was written."""
+        """Do nothing, because every line is flushed when it is written."""
 
 
 class TensorboardTracker:
-    """Event files in `tensorboard/` of the run folder."""
+    """A tracker that writes TensorBoard event files into `tensorboard/` of the run folder."""
 
     def __init__(self, run: RunFolder) -> None:
         _package("tensorboard")
@@ -62,9 +66,10 @@ class TensorboardTracker:
 
 
 class WandbTracker:
-    """Weights & Biases, with its files in the run folder. WANDB_MODE=offline keeps the run on this machine.
+    """A tracker for Weights & Biases, with its files in the run folder.
 
-    A resumed run goes on in the same W&B run; of steps that it has already, W&B keeps what it has.
+    WANDB_MODE=offline keeps the run on this machine. A resumed run continues the same W&B run. If a step is logged
+    again after a resume, W&B keeps the earlier values.
     """
 
     def __init__(self, run: RunFolder, project: str, experiment: str, config: Mapping[str, Any]) -> None:
@@ -89,7 +94,10 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """MLflow at MLFLOW_TRACKING_URI, or else in `mlflow.db` of the run folder; a resumed run goes on in its own."""
+    """A tracker for MLflow at MLFLOW_TRACKING_URI, or else in `mlflow.db` of the run folder.
+
+    A resumed run continues its own MLflow run.
+    """
 
     def __init__(self, run: RunFolder, project: str, experiment: str, config: Mapping[str, Any]) -> None:
         mlflow = _package("mlflow")
@@ -97,19 +105,19 @@ class MlflowTracker:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         self._client = mlflow.MlflowClient(tracking_uri=uri or f"sqlite:///{run.path / 'mlflow.db'}")
         found = self._client.get_experiment_by_name(project)
-        # Without a server of the user's, artifacts must not land in whatever folder the run was started from.
+        # Without a user-provided server, MLflow would put artifacts into the current working directory.
         place = None if uri else (run.path / "mlflow_artifacts").as_uri()
         experiment_id = found.experiment_id if found else self._client.create_experiment(project, place)
         begun = self._begun(run, experiment_id) or self._client.create_run(experiment_id, run_name=experiment)
         self._run_id = begun.info.run_id
         run.keep_tracker_id("mlflow", self._run_id)
         params = [self._entities.Param(_mlflow_name(k)[:250], str(v)[:500]) for k, v in flatten_config(config)]
-        params = [param for param in params if param.key not in begun.data.params]  # MLflow lets none be changed
+        params = [param for param in params if param.key not in begun.data.params]  # MLflow params are immutable
         for start in range(0, len(params), 100):
             self._client.log_batch(self._run_id, params=params[start : start + 100])
 
     def _begun(self, run: RunFolder, experiment_id: str) -> Any:
-        """The MLflow run of this folder, running again; None where this server and experiment have none."""
+        """Reopen the MLflow run of this run folder; return None if the server or experiment does not have it."""
         known = run.read_tracker_ids().get("mlflow")
         exceptions = importlib.import_module("mlflow.exceptions")
         try:
@@ -132,7 +140,7 @@ class MlflowTracker:
 
 
 class TrackioTracker:
-    """trackio's local database; `trackio show` opens it."""
+    """A tracker for trackio's local database, which `trackio show` opens."""
 
     def __init__(self, run: RunFolder, project: str, experiment: str, config: Mapping[str, Any]) -> None:
         self._trackio = _package("trackio")
@@ -146,9 +154,9 @@ class TrackioTracker:
 
 
 class SwanlabTracker:
-    """SwanLab, with its files in the run folder. SWANLAB_MODE=offline keeps the run on this machine.
+    """A tracker for SwanLab, with its files in the run folder.
 
-    Online, a resumed run goes on in the same SwanLab run.
+    SWANLAB_MODE=offline keeps the run on this machine. Online, a resumed run continues the same SwanLab run.
     """
 
     def __init__(self, run: RunFolder, project: str, experiment: str, config: Mapping[str, Any]) -> None:
@@ -158,7 +166,7 @@ class SwanlabTracker:
         self._run = swanlab.init(
             project=project, name=experiment, config=dict(config), log_dir=str(run.path / "swanlog"), **same
         )
-        if self._run.mode == "online":  # elsewhere no run can be gone on with
+        if self._run.mode == "online":  # in other modes no run can be resumed
             run.keep_tracker_id("swanlab", self._run.id)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -179,9 +187,10 @@ LOGGERS = ("console", "file", *_SERVICES)
 
 
 class Tracking:
-    """Fans metrics out to the named loggers; metrics.jsonl is written in any case, the report is made from it.
+    """A fan-out of metrics to the named loggers.
 
-    A service that fails during the run is reported and counted (`training/tracker_failures`), the run goes on.
+    metrics.jsonl is always written, because the report is made from it. If a service fails during the run, the failure
+    is logged and counted (`training/tracker_failures`), and the run goes on.
     """
 
     def __init__(
@@ -199,7 +208,7 @@ class Tracking:
         for name in names:
             if name in _SERVICES:
                 _package(name)
-        # What is true of the whole run, such as dropped prompts; logged with every step.
+        # Metrics of the whole run, such as the number of dropped prompts; logged with every step.
         self.constants: dict[str, float] = {}
         self._own: list[Tracker] = [FileTracker(run)]
         if "console" in names:
@@ -217,12 +226,13 @@ class Tracking:
             raise
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Sends one step's metrics everywhere, with the number of values that are NaN or infinite."""
+        """Send one step's metrics to all loggers, together with the number of values that are NaN or infinite."""
         values = {name: _as_float(name, value) for name, value in (self.constants | dict(metrics)).items()}
         bad = [name for name, value in values.items() if not math.isfinite(value)]
         if bad:
             logger.warning("step %d: not a finite number: %s", step, ", ".join(bad))
-        # Metrics of one step may come in several calls; the count is of the step, as services keep the last value.
+        # Metrics of one step may come in several calls. The count covers the whole step so far, because services keep
+        # the last value.
         self._non_finite = len(bad) + (self._non_finite if step == self._step else 0)
         self._step = step
         values[NON_FINITE] = float(self._non_finite)
@@ -239,7 +249,7 @@ class Tracking:
                 logger.warning("logger %s failed at step %d, the run goes on", name, step, exc_info=True)
 
     def finish(self) -> None:
-        """Ends all loggers, each of them even if another one fails."""
+        """Finish all loggers; a failing service does not keep the other services from finishing."""
         for tracker in self._own:
             tracker.finish()
         for name, tracker in self._services.items():
@@ -284,5 +294,5 @@ def _as_float(name: str, value: Any) -> float:
 
 
 def _mlflow_name(name: str) -> str:
-    """MLflow has no `@` in names: val-core/x/acc/mean@4 is mean_at_4 there."""
+    """Convert a metric name for MLflow, which allows no `@`: val-core/x/acc/mean@4 becomes val-core/x/acc/mean_at_4."""
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
