@@ -2,7 +2,7 @@
 
 `FAMILIES` has one row for each `model_type`. The dry run, `generate`, `serve`, the judge, the rollout and the training
 engines call the same functions. They refuse an unsupported model by its name and with the reason. A row holds the facts
-of a whole family. Facts that depend on a field of config.json (kinds of layers, dropout, soft caps) are read from there.
+of a whole family. Facts that depend on a field of config.json (kinds of layers, dropout, soft caps) are read there.
 `tests/models/test_every_family.py` compares each row with Transformers' own model. docs/families.md is generated from
 the table.
 """
@@ -37,7 +37,7 @@ class Family:
     packed: str = ""
     padded: str = ""
     rollout: str | None = None
-    # Why the embedded rollout cannot cache its keys and values on a GPU, where config.json determines the cache's layout.
+    # Why the embedded rollout has no place for its keys and values in a GPU's cache, which config.json lays out.
     on_gpu: str = ""
     # Transformers' attention implementation for padded batches and for engines that call the unmodified model.
     attention: str = "sdpa"

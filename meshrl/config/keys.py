@@ -328,7 +328,7 @@ _given: set[str] = set()
 def counted_as_changed(names: Collection[str]) -> Iterator[None]:
     """Count the named keys as changed inside this context, even if they have their defaults.
 
-    The checks of a config use it for keys that a recipe or the command line sets to their default.
+    The checks of a config use it for keys that the command line sets to their default.
     """
     new = set(names) - _given
     _given.update(new)
