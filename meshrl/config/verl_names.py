@@ -50,7 +50,7 @@ ASYNC: tuple[Alias, ...] = (
 
 FSDP, MEGATRON = "engine.fsdp_config", "engine.megatron"
 WHOLE = "micro-batches are packed rows without padding"
-# Names of keys that both of verl's engines have. `engine.NAME` is read as FSDP's key; Megatron's is engine.megatron.NAME.
+# Names of keys that both of verl's engines have: `engine.NAME` is read as FSDP's, `engine.megatron.NAME` as Megatron's.
 SHARED = tuple(field.name for field in fields(FSDPConfig))
 MEGATRON_ONLY = tuple(
     field.name for field in fields(MegatronConfig) if field.name not in (*SHARED, "context_parallel_size", "dtype")
