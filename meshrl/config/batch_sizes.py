@@ -255,7 +255,7 @@ def shard_axes(engine: EngineConfig, world_size: int) -> dict[str, int]:
 
 
 def engine_problems(engine: EngineConfig, prefix: str, world_size: int, owner: str = "trainer") -> list[str]:
-    """Return one message for each parallel size that does not fit the engine's ranks.
+    """Return one message for each parallel size that does not fit the engine's ranks, or for a missing Megatron-Core.
 
     `owner` is the section whose `nnodes * n_gpus_per_node` is `world_size`. `prefix` is the engine's own section.
     """

@@ -337,7 +337,7 @@ class ModelConfig:
 class OwnDevices:
     """The keys that give a role (reference, critic, reward model, judge) devices of its own.
 
-    A role without own devices shares the policy's devices.
+    A role for which both keys are 0 shares the policy's devices.
     """
 
     nnodes: int = key(

@@ -161,7 +161,7 @@ FAMILIES: dict[str, Family] = {
     "nanochat": _caps(15.0),
     **_rows("gemma4 gemma4_text gemma4_unified gemma4_unified_text", replace(_caps(None), rollout=LAYER_SHAPES)),
     "gemma3n_text": replace(_caps(30.0), rollout=LAYER_SHAPES),
-    # Attention that our kernels do not compute yet.
+    # Attention that meshrl's kernels do not compute yet.
     "gemma2": replace(_caps(30.0), packed=SOFT_CAP, attention="eager", scores=True),
     "vaultgemma": replace(_caps(30.0), packed=SOFT_CAP, attention="eager"),
     "gpt_oss": Family(SINKS, attention="eager", scores=True),

@@ -544,7 +544,7 @@ def _embedding_problem(tensors: Mapping[str, Mapping[str, Any]], shape: Mapping[
 def unread_tensors(
     names: Collection[str], shape: Mapping[str, Any], ignored: Collection[str], override: Mapping[str, Any]
 ) -> list[str]:
-    """Filter the names of tensors without a place in the model: return those that are not left out on purpose.
+    """Filter the names of tensors without a place in the model. Return the names that are not left out on purpose.
 
     These tensors are left out on purpose: heads, buffers that modules compute, tensors that the family ignores
     (`ignored`, regular expressions), layers for multi-token prediction, parts other than the decoder, and layers

@@ -222,7 +222,7 @@ def eight_bit_problems(config: PPOConfig) -> list[str]:
 
 
 def eight_bit_file_problems(config: PPOConfig) -> list[str]:
-    """Check that the rollout can generate with FP8 matmuls for the model's family: a dense family that it knows."""
+    """Check that the embedded rollout supports FP8 matmuls for the model's family (`CUT_FAMILIES`, without experts)."""
     policy = config.actor_rollout_ref
     if policy.rollout.quantization is None or not (found := read_model_config(policy.model)):
         return []

@@ -423,7 +423,7 @@ def multi_turn_file_problems(config: PPOConfig) -> list[str]:
 def _schema_problem(found: Any) -> str | None:
     """Return the reason that a tool has no valid schema for the model, or None.
 
-    The check is for plain functions, and for tool classes without an own constructor. The schema of a decorated
+    The check is for plain functions, and for tool classes that do not define a constructor. The schema of a decorated
     function was checked when it was imported.
     """
     is_tool_class = inspect.isclass(found) and found.__init__.__module__ == TOOLS
