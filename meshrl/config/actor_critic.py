@@ -1,4 +1,10 @@
-"""`actor_rollout_ref.actor.*` and `.ref.*`: the policy's update and the frozen reference."""
+"""The sections of the trained and scoring models of `meshrl train`.
+
+* `actor_rollout_ref.actor.*`: the policy's update.
+* `actor_rollout_ref.ref.*`: the reference model (or teacher).
+* `critic.*`: the value model of PPO.
+* `reward_model.*`: a model that scores responses.
+"""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -36,7 +42,7 @@ POLICY_LOSSES = (
     "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro",
     "decoupled", "icepop", "m2po", "topr", "bypass_mode",
 )  # fmt: skip
-# When the policy is compared with a reference, or learns from it.
+# Holds if the run needs reference log-probs: for a KL term, or for distillation from a teacher.
 COMPARED = any_of(
     equals(f"{ACTOR}.use_kl_loss", True),
     equals("algorithm.use_kl_in_reward", True),
@@ -53,7 +59,7 @@ HAS_REFERENCE_MODEL = all_of(
         ),
     ),
 )
-# Of the reference, beside those of its engine.
+# Keys directly under `ref` that set a layout for the reference; the others are in its FSDP and Megatron sections.
 OWN_SIZES = ("strategy", "ulysses_sequence_parallel_size", "context_parallel_size")
 OWN = "As the actor's key, for a reference on devices of its own; null: what that says."
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
@@ -206,7 +212,10 @@ class RefConfig(OwnDevices):
     )
 
     def engine(self, actor: ActorConfig) -> ActorConfig:
-        """The engine that runs it: the actor's, in a layout of its own on devices of its own."""
+        """Return the engine config of the reference model.
+
+        The result is the actor's config. If the reference has its own devices, layout keys set under `ref` override it.
+        """
         if not self.has_own_devices:
             return actor
         return replace(
@@ -217,16 +226,16 @@ class RefConfig(OwnDevices):
         )
 
 
-# The keys of a layout of its own, as they are called under `ref` and under `actor`.
+# The layout keys that the reference may override. Their dotted names are the same under `ref` and under `actor`.
 OWN_LAYOUT = (*OWN_SIZES, "fsdp_config.fsdp_size", *(f"megatron.{field.name}" for field in fields(RefMegatronConfig)))
 
 
 def _said(values: dict[str, Any]) -> dict[str, Any]:
-    """Without those that are null."""
+    """Drop the entries whose value is None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
-# `critic.*` and `reward_model.*`: the value model of PPO and models that score.
+# `critic.*` and `reward_model.*`: the value model of PPO and the reward model.
 
 
 @dataclass
@@ -266,7 +275,7 @@ class CriticConfig(OwnDevices, EngineConfig):
 
 
 def uses_critic(critic: CriticConfig, adv_estimator: str) -> bool:
-    """Whether a run trains a critic."""
+    """Return whether a run trains a critic: by `critic.enable` or, if that is null, only with the estimator `gae`."""
     return adv_estimator == "gae" if critic.enable is None else critic.enable
 
 

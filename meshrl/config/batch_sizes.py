@@ -1,4 +1,9 @@
-"""Batch sizes in every unit (prompts or samples, all ranks or one), derived once from the config."""
+"""Batch sizes and parallel layouts that follow from a config, and the checks that they divide.
+
+* `BatchUnits` and `SupervisedBatchUnits`: batch sizes in every unit (prompts or samples, on all ranks or on one).
+* `mesh_axes`, `shard_axes`, `dp_size`, ...: how an engine lays its ranks out.
+* `batch_problems`, `engine_problems`, `rollout_problems`, `reference_layout_problems`: sizes that do not fit.
+"""
 
 from dataclasses import dataclass
 
@@ -12,7 +17,7 @@ from meshrl.config.supervised import SupervisedConfig
 
 @dataclass(frozen=True)
 class BatchUnits:
-    """How one step of `meshrl train` is cut up."""
+    """The batch sizes of one step of `meshrl train`, from the whole step down to a micro-batch on one rank."""
 
     prompts_per_step: int
     samples_per_prompt: int
@@ -25,8 +30,8 @@ class BatchUnits:
     samples_per_mini_batch: int
     samples_per_mini_batch_per_rank: int
     optimizer_steps_per_step: int
-    samples_per_micro_batch: int | None  # None: cut by tokens
-    tokens_per_micro_batch: int | None  # None: cut by samples
+    samples_per_micro_batch: int | None  # None: micro-batches are cut by tokens
+    tokens_per_micro_batch: int | None  # None: micro-batches are cut by samples
     critic_dp_size: int = 1
     critic_mini_batches_per_epoch: int = 1
     critic_steps_per_step: int = 1
@@ -35,7 +40,7 @@ class BatchUnits:
 
     @classmethod
     def from_config(cls, config: PPOConfig) -> "BatchUnits":
-        """Derive all units; a `ConfigError` if sizes do not divide."""
+        """Derive all batch sizes from the config. Raise `ConfigError` if sizes do not divide."""
         problems = batch_problems(config)
         if problems:
             raise ConfigError(problems)
@@ -74,7 +79,7 @@ class BatchUnits:
         )
 
     def lines(self) -> list[str]:
-        """The units in words, for printing once."""
+        """Describe the batch sizes in three lines of text, which a run prints once."""
         micro = _micro_batch_words(self.samples_per_micro_batch, "sample", self.tokens_per_micro_batch)
         return [
             f"step: {count(self.prompts_per_step, 'prompt')} * {count(self.samples_per_prompt, 'response')} "
@@ -90,18 +95,18 @@ class BatchUnits:
 
 @dataclass(frozen=True)
 class SupervisedBatchUnits:
-    """How one step of `meshrl sft` or `meshrl prefer` is cut up; a step is one optimizer step."""
+    """The batch sizes of one step of `meshrl sft` or `meshrl prefer`. A step is one optimizer step."""
 
     rows_per_step: int
     dp_size: int
     rows_per_rank: int
     rows_per_micro_batch: int | None
     tokens_per_micro_batch: int | None
-    noun: str = "sequence"  # or pair, or answer: what the numbers count
+    noun: str = "sequence"  # the noun for a row in messages: sequence, pair or answer
 
     @classmethod
     def from_config(cls, config: SupervisedConfig) -> "SupervisedBatchUnits":
-        """Derive all units; a `ConfigError` if sizes do not divide."""
+        """Derive all batch sizes from the config. Raise `ConfigError` if sizes do not divide."""
         problems = batch_problems(config)
         if problems:
             raise ConfigError(problems)
@@ -117,7 +122,7 @@ class SupervisedBatchUnits:
         )
 
     def lines(self) -> list[str]:
-        """The units in words, for printing once."""
+        """Describe the batch sizes in one line of text, which a run prints once."""
         micro = _micro_batch_words(self.rows_per_micro_batch, self.noun, self.tokens_per_micro_batch)
         return [
             f"step: {count(self.rows_per_step, self.noun)}, {self.rows_per_rank} on each of "
@@ -130,7 +135,7 @@ def _micro_batch_words(number: int | None, noun: str, tokens: int | None) -> str
 
 
 def batch_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
-    """Batch sizes that do not divide, with the numbers and the keys."""
+    """Return one message for each batch size that does not divide. A message names the keys and their numbers."""
     return _supervised_problems(config) if isinstance(config, SupervisedConfig) else _ppo_problems(config)
 
 
@@ -142,7 +147,7 @@ def _ppo_problems(config: PPOConfig) -> list[str]:
 
 
 def _update_problems(config: PPOConfig, role: ActorConfig | CriticConfig, prefix: str) -> list[str]:
-    """How the samples of a step divide into a trained role's mini-batches, ranks and micro-batches."""
+    """Check that the samples of a step divide into a trained role's mini-batches, ranks and micro-batches."""
     n, prompts = config.actor_rollout_ref.rollout.n, config.data.train_batch_size
     actor = config.actor_rollout_ref.actor
     mini = role.ppo_mini_batch_size or actor.ppo_mini_batch_size
@@ -176,7 +181,7 @@ def _update_problems(config: PPOConfig, role: ActorConfig | CriticConfig, prefix
 
 
 def _ranks_words(engine: EngineConfig, world_size: int, owner: str = "trainer") -> str:
-    """The number of ranks that get samples of their own, and where it comes from."""
+    """Describe the data-parallel size, and the keys that it comes from, for an error message."""
     ranks = max(1, dp_size(engine, world_size))
     told = f"{world_size} = {owner}.nnodes * n_gpus_per_node"
     return told if ranks == world_size else f"{ranks}: {told}, less what shares a sample"
@@ -198,11 +203,11 @@ def _supervised_problems(config: SupervisedConfig) -> list[str]:
     return []
 
 
-# Which mesh axes a config asks for, and whether the number of processes allows them.
+# The mesh axes that a config requests, and checks that the number of processes is divisible by them.
 
 
 def model_ranks(engine: EngineConfig) -> int:
-    """Ranks that work on one data shard together: sp for fsdp, tp * pp * cp for megatron."""
+    """Return the number of ranks that share one data shard: sp * cp for FSDP, tp * pp * cp for Megatron."""
     if engine.strategy == "megatron":
         megatron = engine.megatron
         return (
@@ -212,19 +217,22 @@ def model_ranks(engine: EngineConfig) -> int:
 
 
 def sequence_ranks(engine: EngineConfig) -> int:
-    """Ranks that share one sequence: a micro-batch may hold this many times the token budget of one rank."""
+    """Return the number of ranks that share one sequence: sp * cp for FSDP, cp for Megatron.
+
+    A micro-batch may hold this number times the token budget of one rank.
+    """
     if engine.strategy == "megatron":
         return engine.megatron.context_parallel_size
     return engine.ulysses_sequence_parallel_size * engine.context_parallel_size
 
 
 def dp_size(engine: EngineConfig, world_size: int) -> int:
-    """Data-parallel size: how many ranks get different samples."""
+    """Return the data-parallel size: the number of groups of ranks that get different samples."""
     return world_size // model_ranks(engine)
 
 
 def mesh_axes(engine: EngineConfig, world_size: int) -> dict[str, int]:
-    """The named axes along which ranks share the samples, with their sizes; their product is the world size."""
+    """Return the engine's device mesh as axis name -> size. The product of the sizes is the world size."""
     if engine.strategy == "megatron":
         megatron = engine.megatron
         return {
@@ -241,13 +249,16 @@ def mesh_axes(engine: EngineConfig, world_size: int) -> dict[str, int]:
 
 
 def shard_axes(engine: EngineConfig, world_size: int) -> dict[str, int]:
-    """The axes along which FSDP lays the weights, over the same ranks: copies × shards."""
+    """Return FSDP's axes for the weights over the same ranks: `ddp` copies of the weights × `fsdp` shards of each."""
     shards = world_size if engine.fsdp_config.fsdp_size == -1 else engine.fsdp_config.fsdp_size
     return {"ddp": max(1, world_size // max(1, shards)), "fsdp": shards}
 
 
 def engine_problems(engine: EngineConfig, prefix: str, world_size: int, owner: str = "trainer") -> list[str]:
-    """Sizes that do not divide, with the numbers and the keys; the ranks are `owner.nnodes * n_gpus_per_node`."""
+    """Return one message for each parallel size that does not fit the engine's ranks, or for a missing Megatron-Core.
+
+    `owner` is the section whose `nnodes * n_gpus_per_node` is `world_size`. `prefix` is the engine's own section.
+    """
     if engine.strategy == "megatron":
         key = f"{prefix}.megatron"
         if not has_megatron():
@@ -293,7 +304,7 @@ def _megatron_problems(engine: EngineConfig, prefix: str, world_size: int, owner
 
 
 def _schedule_problems(megatron: MegatronConfig, prefix: str, pp: int, vpp: int) -> list[str]:
-    """Whether the pipeline's schedule, and how its stages talk, fit its size."""
+    """Check that the pipeline's schedule and its point-to-point options fit the numbers of stages and chunks."""
     problems = []
     fitting = "no-pipelining" if pp == 1 else "interleaved" if vpp > 1 else "1f1b"
     if megatron.schedule_type not in ("auto", fitting):
@@ -324,7 +335,10 @@ def _overlap_problems(megatron: MegatronConfig, prefix: str) -> list[str]:
 
 
 def rollout_problems(rollout: RolloutConfig, prefix: str, world_size: int, is_apart: bool = False) -> list[str]:
-    """Whether rollouts of tp (or ep) ranks fill the processes: those of the trainer, or `is_apart` their own."""
+    """Check that the number of processes is divisible by the ranks of a rollout replica (tp or ep).
+
+    The processes are the trainer's. With `is_apart` they are the rollout's own.
+    """
     tp, ep = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
     name = f"{prefix}.{'tensor_model' if tp >= ep else 'expert'}_parallel_size"
     own = rollout.nnodes * rollout.n_gpus_per_node
@@ -340,7 +354,7 @@ def _indivisible(world_size: int, names: str, number: int | str, owner: str = "t
 
 
 def layout_lines(name: str, engine: EngineConfig, world_size: int) -> list[str]:
-    """The engine's layout in words, for printing once."""
+    """Describe an engine's parallel layout in a line of text, which a run prints once."""
     axes = " * ".join(f"{axis} {size}" for axis, size in mesh_axes(engine, world_size).items())
     line = f"{name}: {engine.strategy} on {count(world_size, 'rank')} = {axes}"
     if engine.strategy != "megatron":
@@ -353,11 +367,15 @@ def layout_lines(name: str, engine: EngineConfig, world_size: int) -> list[str]:
     return [line]
 
 
-# Which training engines a run has, by the names of their sections.
+# The training engines of a run, by the names of their sections.
 
 
 def used_engines(config: PPOConfig | SupervisedConfig) -> dict[str, EngineConfig]:
-    """Those of the policy (a reference has the same), of a critic and of a reward model, where there is one."""
+    """Return the training engines of a run, by the names of their sections.
+
+    The engines are those of the policy, the critic and the reward model, if the run has these roles. The reference
+    has no entry: it uses the policy's engine, or a copy of it with another layout.
+    """
     if isinstance(config, SupervisedConfig):
         return {"engine": config.engine}
     found: dict[str, EngineConfig] = {ACTOR: config.actor_rollout_ref.actor}
@@ -368,11 +386,15 @@ def used_engines(config: PPOConfig | SupervisedConfig) -> dict[str, EngineConfig
     return found
 
 
-# Checks of the layout of the reference, or teacher: its own on devices of its own, else the actor's.
+# Checks of the layout of the reference model (or teacher).
 
 
 def reference_layout_problems(config: PPOConfig) -> list[str]:
-    """On devices of its own the reference may have a layout of its own, on the policy's it has the actor's."""
+    """Check the layout keys of the reference model.
+
+    A reference with its own devices may override the actor's layout, and its sizes must divide its own ranks.
+    On the policy's devices its layout keys may only repeat the actor's values.
+    """
     ref, actor = config.actor_rollout_ref.ref, config.actor_rollout_ref.actor
     engine, problems = ref.engine(actor), []
     if ref.has_own_devices:
@@ -392,7 +414,10 @@ def reference_layout_problems(config: PPOConfig) -> list[str]:
 
 
 def reads_the_other_engine(config: PPOConfig) -> bool:
-    """Whether the reference runs, with the actor's settings of it, in the other engine than the actor."""
+    """Return whether the reference runs in another engine than the actor: one in Megatron, the other in FSDP.
+
+    Such a reference reads the settings that the actor's section holds for that other engine.
+    """
     policy = config.actor_rollout_ref
     found = {engine.strategy == "megatron" for engine in (policy.actor, policy.ref.engine(policy.actor))}
     return uses_reference(config) and len(found) == 2

@@ -1,11 +1,11 @@
-"""`data.*`: where the prompts come from and how they are batched."""
+"""`data.*`: the sources of the prompts, their lengths, and how prompts are ordered and batched."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from meshrl.config.keys import LARGEST_SEED, MOST_ROWS, MOST_TOKENS, any_of, equals, is_set, key, section
 
-# What is done with held-out rows depends on there being some.
+# Keys of validation have an effect only if there are validation files.
 VALIDATES = is_set("data.val_files")
 TRUNCATIONS = ("error", "left", "right", "middle")
 

@@ -1,4 +1,10 @@
-"""The training engines: `strategy`, `fsdp_config.*`, `megatron.*`, as the actor, the critic and `sft` have them."""
+"""Config sections that all trained models share.
+
+* `EngineConfig` (`strategy`, `fsdp_config.*`, `megatron.*`): the training engine of the actor, the critic or `sft`.
+* `override_problems`: checks of `override_transformer_config` against Megatron-Core's source.
+* `OptimConfig` (`optim.*`), `CheckpointConfig` (`checkpoint.*`), `ModelConfig` (`model.*`).
+* `OwnDevices`: devices for a role that does not run on the policy's.
+"""
 
 import ast
 import importlib.util
@@ -11,13 +17,13 @@ from meshrl.config.keys import MOST_MEGABYTES, MOST_RANKS, MOST_STEPS, above, di
 
 DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
 STRATEGIES = ("fsdp2", "fsdp", "megatron")
-# How a role's micro-batches are cut.
+# Conditions on how a role's micro-batches are cut: by a budget of tokens, or by a number of samples.
 BY_TOKENS, BY_SAMPLES = equals(".use_dynamic_bsz", True), equals(".use_dynamic_bsz", False)
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def short_dtype(name: str) -> str:
-    """One name of each dtype: bf16, fp16 or fp32."""
+    """Return the short name of a dtype: bf16, fp16 or fp32. Other names are returned as they are."""
     return SHORT_DTYPES.get(name, name)
 
 
@@ -105,7 +111,7 @@ class MegatronConfig:
 
 @dataclass
 class EngineConfig:
-    """What every trained model has: how it is sharded and how its gradient is bounded."""
+    """The settings of a training engine: strategy, sharding, sequence parallelism, gradient clipping and memory."""
 
     strategy: str = key("fsdp2", "Training engine.", choices=STRATEGIES)
     fsdp_config: FSDPConfig = section(FSDPConfig, "Settings of strategy=fsdp2.")
@@ -131,11 +137,15 @@ class EngineConfig:
 
     @property
     def rounds(self) -> bool:
-        """Whether products are of 8-bit floats, so that the policy is not quite that of its weights."""
+        """True if training uses FP8 matmuls, so that its log-probs differ slightly from those of its own weights."""
         return self.strategy != "megatron" and self.fsdp_config.mixed_precision.product_dtype is not None
 
     def whole_dtype(self, ranks: int) -> str | None:
-        """The dtype of the plain module that a single rank trains; None where the weights are sharded."""
+        """Return the dtype of the module's weights if a single rank trains it without FSDP, else None.
+
+        None means that FSDP or Megatron holds the weights. A module that computes in bf16 and keeps fp32 weights is
+        a bf16 module, whose optimizer holds fp32 master weights.
+        """
         config, mixed = self.fsdp_config, self.fsdp_config.mixed_precision
         if self.strategy == "megatron" or ranks > 1 or config.offload_policy:
             return None
@@ -145,11 +155,11 @@ class EngineConfig:
         return "bf16" if (param, kept) == ("bf16", "fp32") else None
 
 
-# Fields of Megatron-Core's TransformerConfig that may be overridden; read from its source, as importing it is slow.
+# Fields of Megatron-Core's TransformerConfig that may be overridden, read from its source because importing it is slow.
 
 SOURCES = ("core/model_parallel_config.py", "core/transformer/transformer_config.py")
 CLASSES = ("ModelParallelConfig", "TransformerConfig", "MLATransformerConfig")
-# What follows from other keys: a second way to set them would let the two disagree.
+# Fields that follow from other keys. A second way to set them would let the two values disagree.
 FROM_OUR_KEYS = {
     "tensor_model_parallel_size": "megatron.tensor_model_parallel_size",
     "pipeline_model_parallel_size": "megatron.pipeline_model_parallel_size",
@@ -178,12 +188,12 @@ FROM_OUR_KEYS = {
 
 
 def has_megatron() -> bool:
-    """Whether Megatron-Core is there."""
+    """Return whether Megatron-Core is installed, without importing it."""
     return _package() is not None
 
 
 def override_problems(override: dict[str, Any], prefix: str) -> list[str]:
-    """Fields of `override_transformer_config` that do not exist, or that other keys decide."""
+    """Return one message for each field of `override_transformer_config` that does not exist or that a key sets."""
     problems = []
     for name in override:
         key = f"{prefix}.override_transformer_config.{name}"
@@ -198,7 +208,7 @@ def override_problems(override: dict[str, Any], prefix: str) -> list[str]:
 
 @cache
 def known_fields() -> frozenset[str]:
-    """All fields, as the classes' source declares them."""
+    """Return the fields of Megatron-Core's config classes, parsed from their source. Empty if it is not installed."""
     package = _package()
     if package is None:
         return frozenset()
@@ -243,7 +253,7 @@ class OptimConfig:
     min_lr_ratio: float = key(0.0, "Where linear, cosine and wsd end, as a share of lr.", low=0, high=1)
 
 
-# `checkpoint.*` of a trained role: what is saved of it, what is loaded again, and how.
+# `checkpoint.*` of a trained role: what is saved, what is loaded, and how.
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
@@ -319,13 +329,16 @@ class ModelConfig:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether LoRA adapters are trained instead of the weights."""
+        """True if LoRA adapters are trained instead of the model's own weights."""
         return self.lora_rank > 0 or self.lora_adapter_path is not None
 
 
 @dataclass
 class OwnDevices:
-    """What sections of roles have that may stand apart from the policy."""
+    """The keys that give a role (reference, critic, reward model, judge) devices of its own.
+
+    A role for which both keys are 0 shares the policy's devices.
+    """
 
     nnodes: int = key(
         0, "Machines of its own, to work beside the policy; 0: it shares the policy's devices.", low=0, high=MOST_RANKS
@@ -334,10 +347,10 @@ class OwnDevices:
 
     @property
     def has_own_devices(self) -> bool:
-        """Whether it is apart from the policy."""
+        """True if the role runs on devices of its own instead of the policy's."""
         return self.nnodes > 0 and self.n_gpus_per_node > 0
 
     @property
     def processes(self) -> list[int]:
-        """How many on each of its own machines."""
+        """The number of processes on each of the role's own machines."""
         return [self.n_gpus_per_node] * self.nnodes

@@ -1,9 +1,10 @@
-"""The table of model families: what the rollout and the training engines can compute of a config.json.
+"""The table of model families: which models the rollout and the training engines can compute.
 
-One row for each `model_type`. The dry run, `generate`, `serve`, the judge, the rollout and the training engines ask the
-same functions, and refuse what a row does not cover by its name and with the reason. A row says what is true of the
-whole family; what depends on a field of config.json (kinds of layers, dropout, soft caps) is looked up there.
-`tests/models/test_every_family.py` compares each row with Transformers' own model, and docs/families.md is made of it.
+`FAMILIES` has one row for each `model_type`. The dry run, `generate`, `serve`, the judge, the rollout and the training
+engines call the same functions. They refuse an unsupported model by its name and with the reason. A row holds the facts
+of a whole family. Facts that depend on a field of config.json (kinds of layers, dropout, soft caps) are read there.
+`tests/models/test_every_family.py` compares each row with Transformers' own model. docs/families.md is generated from
+the table.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LogitScaling:
-    """What a family does to the product of its head: `cap * tanh(factor * product / cap)`, without a cap a factor."""
+    """The scaling of a family's logits after the output head.
+
+    The scaled logits are `cap * tanh(factor * logits / cap)`, or `factor * logits` without a cap.
+    """
 
     factor: float = 1.0
     cap: float | None = None
@@ -24,45 +28,45 @@ UNSCALED = LogitScaling()
 
 @dataclass(frozen=True)
 class Family:
-    """What is computed of a model type; a reason says why something is not.
+    """The support for one model type. A field with a reason is unsupported for that reason; an empty text is supported.
 
-    `packed`: training on samples that share a row, `padded`: training on a padded batch, `rollout`: the embedded
-    rollout (None: the reason of `packed`).
+    `packed` is training on samples that share a row. `padded` is training on a padded batch. `rollout` is the embedded
+    rollout (None: it has the reason of `packed`).
     """
 
     packed: str = ""
     padded: str = ""
     rollout: str | None = None
-    # Why the embedded rollout has no place for its keys and values on a GPU, where a cache is laid out by config.json.
+    # Why the embedded rollout has no place for its keys and values in a GPU's cache, which config.json lays out.
     on_gpu: str = ""
-    # Transformers' attention for padded batches and for engines that call the model as it is.
+    # Transformers' attention implementation for padded batches and for engines that call the unmodified model.
     attention: str = "sdpa"
-    # Fields by which logits are multiplied and divided, and the field of their soft cap with its default.
+    # The config.json fields (with defaults) that multiply the logits, divide them, and soft-cap them.
     multiplied_by: tuple[str, float] = ("", 1.0)
     divided_by: tuple[str, float] = ("", 1.0)
     capped_by: tuple[str, float | None] = ("", None)
-    # The field and the default of the dropout of attention's weights.
+    # The config.json field (with its default) of the dropout on attention weights.
     dropout: tuple[str, float] = ("attention_dropout", 0.0)
-    # The kind of layers that config.json says nothing of.
+    # The kind of all layers if config.json does not list the kinds.
     default_layers: str = ""
-    # Layers tell the width of their window to Transformers' mask alone.
+    # The sliding window's width reaches attention only through Transformers' mask, not as an argument of the layers.
     window_in_mask: bool = False
-    # Transformers has a token classifier with a head named `score`: a critic or reward model.
+    # Transformers has a token classifier with a head named `score`, which a critic or reward model needs.
     scores: bool = False
-    # Transformers can compute its activations again in the backward pass.
+    # Transformers supports gradient checkpointing for the family.
     checkpoints: bool = True
-    # Takes images.
+    # A vision-language model, whose prompts may hold images.
     sees: bool = False
-    # Linear attention that we compute ourselves, document by document (meshrl/parallel/linear_attention.py).
+    # Linear attention that meshrl computes document by document (meshrl/parallel/linear_attention.py).
     gated_delta: bool = False
-    # The embedded rollout cuts it over tensor-parallel ranks, and computes it in 8 bits.
+    # The embedded rollout supports tensor parallelism and FP8 matmuls for the family.
     is_cut: bool = False
     # Megatron-Core has a place for all of its weights.
     megatron: bool = False
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Why something is not computed, by what it is."""
+        """The unsupported uses (`rollout`, `packed`, `padded`), each with its reason."""
         found = {
             "rollout": self.packed if self.rollout is None else self.rollout,
             "packed": self.packed,
@@ -119,7 +123,7 @@ def _caps(default: float | None) -> Family:
 SCORED = Family(scores=True)
 IMAGES = Family(padded="a model that sees images takes packed rows only", sees=True, is_cut=True)
 FAMILIES: dict[str, Family] = {
-    # Decoders in which attention through Transformers' interface is all that mixes tokens.
+    # Decoders in which only attention through Transformers' interface mixes tokens.
     **_rows(
         """afmoe aria_text bitnet cwm dbrx deepseek_v2 dots1 ernie4_5 ernie4_5_moe exaone_moe flex_olmo
         fuyu glm4_moe glm4_moe_lite gpt_neox hunyuan_v1_dense hunyuan_v1_moe hy_v3 jais2 laguna longcat_flash
@@ -153,11 +157,11 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": replace(_divides("logits_scaling"), default_layers="mamba"),
     "minicpm3": Family(divided_by=("hidden_size / dim_model_base", 1.0)),
     "gemma3_text": _caps(None),
-    "gemma3": Family(),  # around the same model, but without the cap
+    "gemma3": Family(),  # a vision-language model around gemma3_text that does not apply the cap
     "nanochat": _caps(15.0),
     **_rows("gemma4 gemma4_text gemma4_unified gemma4_unified_text", replace(_caps(None), rollout=LAYER_SHAPES)),
     "gemma3n_text": replace(_caps(30.0), rollout=LAYER_SHAPES),
-    # Attention that our kernels do not compute yet.
+    # Attention that meshrl's kernels do not compute yet.
     "gemma2": replace(_caps(30.0), packed=SOFT_CAP, attention="eager", scores=True),
     "vaultgemma": replace(_caps(30.0), packed=SOFT_CAP, attention="eager"),
     "gpt_oss": Family(SINKS, attention="eager", scores=True),
@@ -168,7 +172,7 @@ FAMILIES: dict[str, Family] = {
     **_rows("deepseek_v32 glm_moe_dsa qwen4_exp qwen4_exp_text", Family(SPARSE)),
     "hy_v4": Family(SPARSE, attention="eager"),
     "deepseek_v4": Family(SPARSE, padded=LEFT_PADDING, attention="eager"),
-    # Layers that mix tokens past the interface.
+    # Layers that mix tokens without Transformers' attention interface.
     **_rows("doge falcon", Family(OWN_ATTENTION)),
     **_rows("bloom codegen gpt_neo gptj mpt xglm", Family(OWN_ATTENTION, attention="eager")),
     **_rows("gpt_neox_japanese openai-gpt", Family(OWN_ATTENTION, attention="eager", checkpoints=False)),
@@ -178,7 +182,7 @@ FAMILIES: dict[str, Family] = {
     **_rows("falcon_mamba mamba mamba2", Family(STATE, attention="eager")),
     **_rows("recurrent_gemma rwkv xlstm", Family(STATE, padded=LEFT_PADDING)),
     "hrm_text": Family(REUSED, padded=MERGED),
-    # Models of other things than a row of tokens.
+    # Models whose input is not one row of tokens.
     **_rows("moshi phi4_multimodal", Family(MULTIMODAL)),
     "git": Family(MULTIMODAL, attention="eager"),
     **_rows(
@@ -198,30 +202,30 @@ FAMILIES: dict[str, Family] = {
     "cpmant": _nothing(NO_POSITIONS),
     "reformer": _nothing(RANDOM),
 }
-# Families of which something in the table stands for a choice between a few.
+# The families with each of the rarer abilities.
 MEGATRON_FAMILIES = tuple(name for name, row in FAMILIES.items() if row.megatron)
 CUT_FAMILIES = tuple(name for name, row in FAMILIES.items() if row.is_cut)
 GATED_DELTA = tuple(name for name, row in FAMILIES.items() if row.gated_delta)
 SEEING = tuple(name for name, row in FAMILIES.items() if row.sees)
 
-# Kinds of layers that attend over all of a document, or over a window of it.
+# Kinds of layers that attend to a whole document or to a window of it.
 ATTENTION_KINDS = ("attention", "full_attention", "sliding_attention")
 LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
 
 
 def family_of(shape: Mapping[str, Any]) -> Family | None:
-    """The row of a config.json; None for a model type without one."""
+    """Return the row of a config.json's model type, or None if the table has no such row."""
     return FAMILIES.get(str(shape.get("model_type")))
 
 
 def packing_problem(shape: Mapping[str, Any]) -> str | None:
-    """Why samples cannot share a row of this model, if so."""
+    """Return the reason that this model cannot train on packed rows (several samples in a row), or None if it can."""
     row = family_of(shape)
     return UNKNOWN if row is None else row.packed or _layer_problem(shape, row) or None
 
 
 def rollout_problem(shape: Mapping[str, Any]) -> str | None:
-    """Why the embedded rollout cannot generate with this model, if so."""
+    """Return the reason that the embedded rollout cannot generate with this model, or None if it can."""
     row = family_of(shape)
     if row is None or row.rollout is None:
         return packing_problem(shape)
@@ -229,13 +233,13 @@ def rollout_problem(shape: Mapping[str, Any]) -> str | None:
 
 
 def padding_problem(shape: Mapping[str, Any]) -> str | None:
-    """Why a padded batch of this model would have other log-probs than its samples have alone, if so."""
+    """Return the reason that padding would change the log-probs of this model's samples, or None if it would not."""
     row = family_of(shape)
     return UNKNOWN if row is None else row.padded or _two_way_problem(shape) or None
 
 
 def gpu_problem(shape: Mapping[str, Any]) -> str | None:
-    """Why the embedded rollout cannot generate with this model on a GPU, if it can on a CPU."""
+    """Return the reason that the embedded rollout generates with this model on a CPU only, or None if there is none."""
     row = family_of(shape)
     if shape.get("kv_lora_rank"):
         keys = sum(int(shape.get(f"qk_{kind}_head_dim") or 0) for kind in ("nope", "rope"))
@@ -247,13 +251,16 @@ def gpu_problem(shape: Mapping[str, Any]) -> str | None:
 
 
 def engine_problem(engine: str, shape: Mapping[str, Any]) -> str | None:
-    """Why a rollout engine would generate with other log-probs than the model's; vLLM and SGLang know their own."""
+    """Return the reason that a rollout engine cannot reproduce this model's log-probs, or None if there is none.
+
+    The result is always None for vLLM and SGLang, which have their own checks.
+    """
     asked = {"embedded": rollout_problem, "hf": padding_problem}.get(engine)
     return None if asked is None else asked(shape)
 
 
 def logit_scaling(shape: Mapping[str, Any]) -> LogitScaling:
-    """What the model does to the product of its head."""
+    """Return the scaling of the model's logits. Raise `ValueError` if its factor is not above 0."""
     row = family_of(shape) or Family()
     factor = _number(shape, *row.multiplied_by) / _number(shape, *row.divided_by)
     if not factor > 0:
@@ -264,7 +271,7 @@ def logit_scaling(shape: Mapping[str, Any]) -> LogitScaling:
 
 
 def _number(shape: Mapping[str, Any], field: str, default: float) -> float:
-    """A field, or a quotient of two; the default where config.json leaves it open."""
+    """Return the number in a field, or a quotient if `field` is `a / b`. Return the default if a field is not set."""
     if not field:
         return default
     values = [float(shape[name]) for name in field.split(" / ") if shape.get(name) is not None]
@@ -274,7 +281,7 @@ def _number(shape: Mapping[str, Any], field: str, default: float) -> float:
 
 
 def _layer_problem(shape: Mapping[str, Any], row: Family) -> str:
-    """What config.json says of layers that our attention does not compute."""
+    """Return the reason that meshrl's attention cannot compute layers listed in config.json, or an empty text."""
     kinds = next((shape[name] for name in LAYER_KINDS if shape.get(name)), [row.default_layers or "attention"])
     known = {*ATTENTION_KINDS, "mlp", "moe", *(("linear_attention",) if row.gated_delta else ())}
     if others := sorted({str(kind) for kind in kinds} - known):
@@ -289,7 +296,10 @@ def _two_way_problem(shape: Mapping[str, Any]) -> str:
 
 
 def longest_rotation(shape: Mapping[str, Any]) -> int | None:
-    """Up to how many tokens the angles of a position do not depend on the other samples; None: for any number."""
+    """Return the length in tokens up to which rotary angles do not depend on the longest sample, or None for no limit.
+
+    There is a limit with longrope only, whose frequencies change for longer samples.
+    """
     rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
     if (rope.get("rope_type") or rope.get("type")) != "longrope":
         return None
@@ -298,13 +308,16 @@ def longest_rotation(shape: Mapping[str, Any]) -> int | None:
 
 
 def dropout_problem(shape: Mapping[str, Any]) -> str | None:
-    """Which dropout of attention's weights is on, which our attention does not compute."""
+    """Return `field=rate` of the attention dropout in a config.json, or None if it is off.
+
+    meshrl's attention does not compute dropout.
+    """
     field, default = (family_of(shape) or Family()).dropout
     rate = shape.get(field, default)
     return f"{field}={rate}" if rate else None
 
 
-# Keys that Megatron's checks look at, and what a config.json without them means.
+# The config.json keys that the checks for Megatron read, and their values if config.json does not set them.
 DEFAULTS: dict[str, Any] = {
     "model_type": "",
     "attention_bias": False,
@@ -322,12 +335,12 @@ ROUTER_DEFAULTS: dict[str, Any] = {
 
 
 def facts_of(hf_config: Any) -> dict[str, Any]:
-    """The same facts of a Hugging Face config."""
+    """Return the values that `megatron_problems` reads from a Hugging Face config object, as a dict."""
     return {name: getattr(hf_config, name) for name in DEFAULTS | ROUTER_DEFAULTS if hasattr(hf_config, name)}
 
 
 def unmapped(facts: Mapping[str, Any]) -> list[str]:
-    """Whether Megatron has a place for every weight of the model."""
+    """Check that Megatron-Core has a place for every weight of the model. Return problems, empty if there are none."""
     known = {**DEFAULTS, **facts}
     family = known["model_type"]
     if family not in MEGATRON_FAMILIES:
@@ -339,7 +352,7 @@ def unmapped(facts: Mapping[str, Any]) -> list[str]:
 
 
 def megatron_problems(facts: Mapping[str, Any]) -> list[str]:
-    """What strategy=megatron cannot compute of a model."""
+    """Return one message for each feature of a model that strategy=megatron cannot train."""
     if problems := unmapped(facts):
         return problems
     known = {**DEFAULTS, **facts}
@@ -357,7 +370,10 @@ def megatron_problems(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _router_problems(known: Mapping[str, Any]) -> list[str]:
-    """What Megatron-Core's router and latent attention fix, and Hugging Face's DeepSeek-V3 leaves open."""
+    """Return one message for each option of Hugging Face's DeepSeek-V3 whose value Megatron-Core does not implement.
+
+    The options are those of the router and of latent attention, for which Megatron-Core has one fixed behaviour.
+    """
     problems = []
     chosen, groups, is_normed = known["num_experts_per_tok"], known["topk_group"], known["norm_topk_prob"]
     if not is_normed or chosen < 2:

@@ -1,4 +1,11 @@
-"""How a config key is declared: its default, its one-line documentation, and what it may be set to."""
+"""Declaration of config keys, and tools that all parts of the config share.
+
+* `Condition`, `equals`, `any_of`, ...: conditions on other keys under which a key has an effect.
+* `key`, `section`, `KeyInfo`: a key's default, its one-line documentation and its permitted values.
+* `leaves`, `sections`, `get_value`, ...: walking a config's tree of dataclasses by dotted names.
+* `ConfigError`, `Note`: errors and notes about a config, one line for each problem.
+* `nearest`: the suggestion for a misspelt name.
+"""
 
 import difflib
 import re
@@ -13,33 +20,37 @@ from typing import Any
 
 from meshrl.registry import Registry
 
-# When a key has an effect, declared beside it: the other keys, and the values of theirs, that it is read with.
+# A key's declaration may state when the key has an effect: a condition on the values of other keys.
 #
 #     restart_wait: float = key(1.0, "...", only_if=above(".max_restarts", 0))
 #
-# A name that begins with a dot is that of a key in the same section; any other is a whole dotted name.
+# A name that begins with a dot is a key in the same section. Any other name is a whole dotted name.
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A test of the whole config, in words that name keys, and the keys whose present values explain its result."""
+    """A test of the whole config, as a function and in words.
+
+    `words` describes the condition and has key names in backquotes. `keys` are the keys whose present values explain
+    the result in a message.
+    """
 
     words: str
     keys: tuple[str, ...]
-    holds: Callable[[Any, str], bool]  # given the config and the section (with its last dot) of the key it belongs to
+    holds: Callable[[Any, str], bool]  # arguments: the config, and the section (with a final dot) of the key declared
 
     @property
     def shown(self) -> str:
-        """The words as Markdown: names of keys in the same section by themselves, values beside them."""
+        """The words as Markdown. Keys of the same section lose their first dot; values move inside the backquotes."""
         return re.sub(r"`\.?([\w.]+)`(=[\w.-]+)?", lambda found: f"`{found[1]}{found[2] or ''}`", self.words)
 
     def present(self, config: Any, section: str) -> str:
-        """The values that its keys have now, in words."""
+        """Describe the present values of the condition's keys as `name=value`."""
         values = {full_name(key, section): value_of(config, key, section) for key in self.keys}
         return " and ".join(f"{name}={_word(value)}" for name, value in values.items())
 
     def wanted(self, section: str) -> str:
-        """The words with whole names of keys."""
+        """Return the words as plain text, with whole dotted names of keys."""
         text = self.words
         for key in sorted(self.keys, key=len, reverse=True):
             text = text.replace(f"`{key}", f"`{full_name(key, section)}")
@@ -47,49 +58,49 @@ class Condition:
 
 
 def full_name(key: str, section: str) -> str:
-    """The dotted name of a key, which may be given as `.name` for one in the section."""
+    """Return the whole dotted name of a key. `.name` is a key in `section`, which ends with a dot."""
     return section + key[1:] if key.startswith(".") else key
 
 
 def value_of(config: Any, key: str, section: str) -> Any:
-    """The value of a key, which may be given as `.name` for one in the section."""
+    """Return the value of a key. `.name` is a key in `section`, which ends with a dot."""
     for part in full_name(key, section).split("."):
         config = getattr(config, part)
     return config
 
 
 def equals(key: str, *values: Any) -> Condition:
-    """The key has one of the values."""
+    """Return the condition that the key has one of the values."""
     words = " or ".join(_word(value) for value in values)
     return Condition(f"`{key}`={words}", (key,), lambda config, section: value_of(config, key, section) in values)
 
 
 def differs(key: str, value: Any) -> Condition:
-    """The key has another value than this one."""
+    """Return the condition that the key does not have this value."""
     words = f"`{key}` other than {_word(value)}"
     return Condition(words, (key,), lambda config, section: value_of(config, key, section) != value)
 
 
 def above(key: str, bound: float) -> Condition:
-    """The key's number is above a bound."""
+    """Return the condition that the key's number is above a bound; null counts as 0."""
     return Condition(
         f"`{key}` > {bound:g}", (key,), lambda config, section: (value_of(config, key, section) or 0) > bound
     )
 
 
 def includes(key: str, *values: Any) -> Condition:
-    """The list that the key holds has one of the values in it."""
+    """Return the condition that the key's list contains at least one of the values."""
     words = f"`{key}` with {' or '.join(map(_word, values))}"
     return Condition(words, (key,), lambda config, section: any(v in value_of(config, key, section) for v in values))
 
 
 def is_set(key: str) -> Condition:
-    """The key is neither null nor empty."""
+    """Return the condition that the key has a value that is true: not null, empty, 0 or false."""
     return Condition(f"`{key}`", (key,), lambda config, section: bool(value_of(config, key, section)))
 
 
 def any_of(*conditions: Condition) -> Condition:
-    """At least one of the conditions holds."""
+    """Return the condition that at least one of the conditions holds."""
     return Condition(
         " or ".join(condition.words for condition in conditions),
         _keys(conditions),
@@ -98,7 +109,7 @@ def any_of(*conditions: Condition) -> Condition:
 
 
 def all_of(*conditions: Condition) -> Condition:
-    """All of the conditions hold."""
+    """Return the condition that all of the conditions hold."""
     return Condition(
         " and ".join(f"({c.words})" if " or " in c.words else c.words for c in conditions),
         _keys(conditions),
@@ -107,7 +118,7 @@ def all_of(*conditions: Condition) -> Condition:
 
 
 def fact(words: str, keys: tuple[str, ...], holds: Callable[[Any], bool]) -> Condition:
-    """What a function finds in the whole config; `keys` (whole names) are what it goes by."""
+    """Return a condition from a function of the whole config. `keys` are whole names of the keys that it reads."""
     return Condition(words, keys, lambda config, section: holds(config))
 
 
@@ -120,32 +131,35 @@ def _word(value: Any) -> str:
 
 
 METADATA_NAME = "meshrl_key"
-# Upper ends of ranges: beyond, a number is a slip of the keyboard.
+# Upper bounds of ranges. A larger number is taken for a typing error.
 MOST_RANKS = 100_000
 MOST_AT_ONCE = 1_000_000  # sequences, calls
 MOST_ROWS = 10**9
 MOST_TOKENS = 10**8
 MOST_STEPS = 10**9
 MOST_MEGABYTES = 2**24
-LONGEST_WAIT = 31_536_000  # seconds: a year
+LONGEST_WAIT = 31_536_000  # seconds, that is one year
 LARGEST_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class KeyInfo:
-    """What is known of a key besides its type and default."""
+    """The metadata of a key: documentation, permitted values, and when the key has an effect.
+
+    The dataclass field itself holds the key's type and default.
+    """
 
     doc: str
-    pending: str | None = None  # why the key may keep its default only
+    pending: str | None = None  # the reason that the key is not supported yet, so that it must keep its default
     choices: tuple[Any, ...] = ()
     low: float | None = None
     high: float | None = None
-    follows: str | None = None  # the dotted key whose value this one takes while it is null
-    registry: Registry | None = None  # beside the choices: the names that users register in it, and file.py:name
-    only_if: Condition | None = None  # when the key is read; set otherwise, it is refused
-    no_request: tuple[Any, ...] = ()  # values that ask for nothing, and so do no harm where the key is not read
-    noted: bool = False  # set where it is not read, it is worth a note and no error: scripts often carry it
-    takes_blank: bool = False  # whether a text of white space alone means something
+    follows: str | None = None  # the dotted key whose value this key takes while this key is null
+    registry: Registry | None = None  # permits, besides the choices, names that users register, and file.py:name
+    only_if: Condition | None = None  # the key has an effect only if this holds; otherwise it is an error to set it
+    no_request: tuple[Any, ...] = ()  # values that are harmless even if the key has no effect
+    noted: bool = False  # a key without effect causes a note instead of an error, because scripts often carry it
+    takes_blank: bool = False  # permits a text that is empty or white space alone
 
 
 def key(
@@ -163,7 +177,10 @@ def key(
     noted: bool = False,
     takes_blank: bool = False,
 ) -> Any:
-    """A dataclass field for one key. Lists and dicts given as default are copied for each config."""
+    """Return a dataclass field that declares one key; see `KeyInfo` for the arguments.
+
+    A list or dict given as default is copied for each config.
+    """
     info = KeyInfo(doc, pending, choices, low, high, follows, registry, only_if, no_request, noted, takes_blank)
     metadata = {METADATA_NAME: info}
     if isinstance(default, list | dict):
@@ -172,12 +189,15 @@ def key(
 
 
 def section(cls: type, doc: str, *, pending: str | None = None, **defaults: Any) -> Any:
-    """A dataclass field for a nested group of keys; `pending` holds for every key in it."""
+    """Return a dataclass field that declares a section of keys.
+
+    `pending` applies to every key in the section. `defaults` replace the defaults of single keys.
+    """
     return field(default_factory=lambda: cls(**defaults), metadata={METADATA_NAME: KeyInfo(doc, pending)})
 
 
 def key_info(dataclass_field: Field) -> KeyInfo:
-    """The `KeyInfo` a field was declared with."""
+    """Return the `KeyInfo` that `key` or `section` attached to a dataclass field."""
     return dataclass_field.metadata[METADATA_NAME]
 
 
@@ -186,34 +206,34 @@ def key_info(dataclass_field: Field) -> KeyInfo:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One key that holds a value."""
+    """A key that holds a value (not a section), with its whole dotted name and its declaration."""
 
     name: str
     type: Any
     default: Any
     info: KeyInfo
-    pending: str | None  # the key's own mark, or that of a section around it
+    pending: str | None  # `pending` of the key itself or of an enclosing section
 
     @cached_property
     def base_type(self) -> Any:
-        """The type without `| None`, and without what a list or dict holds."""
+        """The plain type, without `| None` and without the item types of a list or dict."""
         options = [option for option in _options(self.type) if option is not types.NoneType]
         return typing.get_origin(options[0]) or options[0]
 
     @cached_property
     def item_type(self) -> Any:
-        """What a list holds, if the key is one and says so."""
+        """The item type of a list, or the key type of a dict; None for a type without arguments."""
         options = [option for option in _options(self.type) if option is not types.NoneType]
         return next(iter(typing.get_args(options[0])), None)
 
     @cached_property
     def holds_text(self) -> bool:
-        """Whether the value may be a text, or a list of texts."""
+        """True if the value may be a string or a list of strings."""
         return str in (option for option in _options(self.type)) or (self.base_type is list and self.item_type is str)
 
     @cached_property
     def takes_any_text(self) -> bool:
-        """Whether the value is a text, or a list of texts, of no given choice, and nothing else but null."""
+        """True if the key takes any string (or list of strings): it has no choices and no other type but null."""
         options = [option for option in _options(self.type) if option is not types.NoneType]
         return self.holds_text and len(options) == 1 and not self.info.choices
 
@@ -223,7 +243,7 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 
 def type_name(hint: Any) -> str:
-    """A type as a reader of messages and tables would say it: `int or null`, `list of str`."""
+    """Describe a type for messages and tables, such as `int or null` or `list of str`."""
     if isinstance(hint, types.UnionType):
         return " or ".join(type_name(option) for option in typing.get_args(hint))
     if hint is types.NoneType:
@@ -237,7 +257,7 @@ def type_name(hint: Any) -> str:
 
 
 def leaves(root: type) -> dict[str, Leaf]:
-    """All keys of a config class by dotted name, in order of declaration."""
+    """Return all keys of a config class by dotted name, in order of declaration."""
     return _leaves(root)
 
 
@@ -257,7 +277,7 @@ def _walk(node: Any, prefix: str, pending: str | None) -> Iterator[Leaf]:
 
 
 def sections(root: type) -> dict[str, str]:
-    """All groups of keys by dotted name, with their documentation."""
+    """Return the documentation of all sections by dotted name."""
     return _sections(root)
 
 
@@ -276,7 +296,7 @@ def _sections(root: type) -> dict[str, str]:
 
 
 def get_value(config: Any, name: str) -> Any:
-    """The value (or section) at a dotted name."""
+    """Return the value (or the section) at a dotted name."""
     return _getter(name)(config)
 
 
@@ -286,13 +306,13 @@ def _getter(name: str) -> Callable[[Any], Any]:
 
 
 def set_value(config: Any, name: str, value: Any) -> None:
-    """Set the value at a dotted name."""
+    """Set the value at a dotted name of a config, without any check."""
     parent, _, last = name.rpartition(".")
     setattr(get_value(config, parent) if parent else config, last, value)
 
 
 def fill_followers(config: Any) -> list[str]:
-    """Give every null key that follows another key that key's value; returns the names of those filled."""
+    """Fill every null key that follows another key with that key's value. Return the names of the filled keys."""
     filled = []
     for leaf in leaves(type(config)).values():
         if leaf.info.follows and get_value(config, leaf.name) is None:
@@ -306,7 +326,10 @@ _given: set[str] = set()
 
 @contextmanager
 def counted_as_changed(names: Collection[str]) -> Iterator[None]:
-    """Inside, these keys count as changed though they may have their defaults: somebody has written them."""
+    """Count the named keys as changed inside this context, even if they have their defaults.
+
+    The checks of a config use it for keys that the command line sets to their default.
+    """
     new = set(names) - _given
     _given.update(new)
     try:
@@ -316,7 +339,10 @@ def counted_as_changed(names: Collection[str]) -> Iterator[None]:
 
 
 def is_default(config: Any, leaf: Leaf) -> bool:
-    """Whether a key says nothing beyond its default; a follower that equals what it follows doesn't."""
+    """Return whether a key has its default value, or follows another key and equals that key.
+
+    Keys inside `counted_as_changed` never count as defaults.
+    """
     if leaf.name in _given:
         return False
     value = get_value(config, leaf.name)
@@ -326,7 +352,7 @@ def is_default(config: Any, leaf: Leaf) -> bool:
 
 
 def changed_keys(config: Any, prefix: str = "") -> list[str]:
-    """The keys under a dotted prefix that differ from their defaults."""
+    """Return the keys under a dotted prefix that differ from their defaults."""
     root: type = type(config)
     return [leaf.name for leaf in _under(root, prefix) if not is_default(config, leaf)]
 
@@ -336,26 +362,26 @@ def _under(root: type, prefix: str) -> tuple[Leaf, ...]:
     return tuple(leaf for leaf in leaves(root).values() if leaf.name.startswith(prefix))
 
 
-# Words that messages share: the longest names of sections, and counts of things.
+# Texts that messages share: long names of sections, and counts with nouns.
 
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
 REF = "actor_rollout_ref.ref"
 ROLLOUT = "actor_rollout_ref.rollout"
-# Where a value came from that was given beside a recipe.
+# The source of a value that an override on the command line sets.
 COMMAND_LINE = "command line"
 
 
 def count(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`."""
+    """Join a number and a noun, with the noun in the plural if necessary: `1 rank`, `2 ranks`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith(('ch', 's')) else 's'}"
 
 
-# The one error of configs: everything that is wrong, a line each.
+# Errors and notes about a config.
 
 
 class ConfigError(ValueError):
-    """A config that cannot be used; `problems` has one line for each thing to change."""
+    """The error of an unusable config. `problems` has one line for each thing that the user must change."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = list(problems)
@@ -366,14 +392,17 @@ class ConfigError(ValueError):
 
 
 class Note(str):
-    """A line about a key that does nothing here and costs the user nothing: printed, and no reason to refuse."""
+    """A line about a key without effect. The line is printed, and the config is not refused."""
 
     __slots__ = ()
 
 
 @contextmanager
 def told_without_traceback(key: str = "") -> Iterator[None]:
-    """What is refused inside (data, a package, a folder) is the user's to change: it becomes a `ConfigError`."""
+    """Convert a `ValueError`, `OSError` or `ImportError` raised inside to a `ConfigError`, which has no traceback.
+
+    Such errors (of data, a package or a folder) are for the user to correct. `key` begins the message, if given.
+    """
     try:
         yield
     except ConfigError:
@@ -383,12 +412,15 @@ def told_without_traceback(key: str = "") -> Iterator[None]:
         raise ConfigError([f"{key}: {words}" if key else words]) from error
 
 
-# How alike names must be to be taken for one another: the last components, and what stands before them.
+# The least similarity (`difflib` ratio) of a misspelt name to a suggestion: of the last component, and of its parent.
 NEAR, NEAR_PARENTS = 0.66, 0.6
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The name that a misspelt one is likely to mean: the first that ends so, else the one most alike if it is near."""
+    """Return the name that a misspelt name is likely to mean, or None.
+
+    The result is the first name that ends with `.name`. Otherwise it is the most similar name, if similar enough.
+    """
     names = list(names)
     if (longer := next((candidate for candidate in names if candidate.endswith(f".{name}")), None)) is not None:
         return longer

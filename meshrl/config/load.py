@@ -1,4 +1,9 @@
-"""From a recipe and `a.b.c=value` overrides to a typed config that knows where each value came from."""
+"""Loading of a config from a recipe and `a.b.c=value` overrides, with the source of each value.
+
+* `load_config`: read recipes and overrides, translate foreign keys, convert types, and fill followers.
+* `parse_override`, `settings_of`: the single settings that an override or a recipe asks for.
+* `value_problems`, `unread_problems`, `unread_notes`: checks of single keys.
+"""
 
 import math
 import os
@@ -38,13 +43,13 @@ from meshrl.registry import names_a_place
 
 T = TypeVar("T")
 TRUTH_WORDS = ("true", "false", "yes", "no", "on", "off")
-# The configs of the commands that run something.
+# The config class of each command that runs a training.
 ROOTS: dict[str, type] = {"train": PPOConfig, "sft": SFTConfig, "prefer": PreferenceConfig}
 
 
 @dataclass(frozen=True)
 class Loaded(Generic[T]):
-    """A config, the source of each of its values by dotted key, and remarks for the reader."""
+    """A loaded config, the source of each value by dotted key, and notes to print."""
 
     config: T
     sources: dict[str, str]
@@ -53,14 +58,14 @@ class Loaded(Generic[T]):
 
 @dataclass(frozen=True)
 class Setting:
-    """One value that somebody asked for."""
+    """One key and value as the user wrote them, and their source: `file:line` or the command line."""
 
     name: str
     value: Any
     source: str
 
 
-# What can be judged only when all keys are known: it counts over ranks, or must say what another key says.
+# A setting that can be handled only when all keys are known: `over_ranks`, `agrees` or `needs` of its `Reading`.
 Waiting = tuple[Setting, Reading]
 
 
@@ -69,7 +74,10 @@ def load_config(
     overrides: Sequence[str] = (),
     root: type[T] = PPOConfig,  # type: ignore[assignment]
 ) -> Loaded[T]:
-    """Load a recipe (path or shipped name) and `a.b.c=value` overrides into `root`; one `ConfigError` for all."""
+    """Load a recipe (path or shipped name) and `a.b.c=value` overrides into a config of the class `root`.
+
+    All problems of a stage are raised together in one `ConfigError`.
+    """
     problems: list[str] = []
     notes: list[str] = []
     settings: list[Setting] = []
@@ -88,7 +96,7 @@ def load_config(
         sources = dict.fromkeys(leaves(root), "default")
         waiting: list[Waiting] = []
         readings = [(setting, read_setting(setting.name, setting.value)) for setting in settings]
-        # What only stands in for a key comes before all that sets it.
+        # Weak settings come first, so that stronger settings of the same key override them.
         for setting, reading in sorted(readings, key=lambda pair: -pair[1].weak):
             problem = None if reading.needs else reading.problem
             if reading.note:
@@ -108,16 +116,16 @@ def load_config(
 
 
 def _read_as(setting: Setting, reading: Reading) -> list[str]:
-    """A note where a key or its value has another word here."""
+    """Return a note if a key or its value was translated, and an empty list otherwise."""
     if setting.value is None:
-        return []  # it sets nothing
+        return []  # null sets nothing
     if reading.value != setting.value:
         return [f"{setting.name}={setting.value} is read as {reading.name}={reading.value} ({setting.source})"]
     return [f"{setting.name} is read as {reading.name} ({setting.source})"] if reading.name != setting.name else []
 
 
 def settings_of(file: Recipe, root: type) -> Iterator[Setting]:
-    """What a recipe asks for: keys that hold texts take them as they are written, not as YAML types them."""
+    """Yield the settings of a recipe. Keys that hold strings take them as written, not as typed by YAML."""
     written = dict(_flatten(file.written, "", root))
     for name, value in _flatten(file.values, "", root):
         leaf = _leaf_of(canonical(name), root)
@@ -126,7 +134,7 @@ def settings_of(file: Recipe, root: type) -> Iterator[Setting]:
 
 
 def _of_the_other_command(recipe: str | Path | None, settings: Sequence[Setting], root: type) -> list[str]:
-    """Says so, if a recipe of `meshrl sft` was given to `meshrl train`, or the like."""
+    """Return a message if the recipe is for another command, such as one of `meshrl sft` given to `meshrl train`."""
     names = [canonical(setting.name) for setting in settings if setting.source != COMMAND_LINE]
     if recipe is None or root not in ROOTS.values() or all(_leaf_of(name, root) for name in names):
         return []
@@ -139,19 +147,22 @@ def _of_the_other_command(recipe: str | Path | None, settings: Sequence[Setting]
 
 @dataclass(frozen=True)
 class _LentTree:
-    """A tree of all keys, which checks and converts what is set, and the names of the keys that were set."""
+    """An OmegaConf tree of all keys, which checks and converts values, and the names of the keys set in it."""
 
     tree: DictConfig
     touched: set[str] = field(default_factory=set)
 
 
-# To make a tree of its dataclasses takes a hundred times as long as to set some keys back.
+# Unused trees by config class. Building a tree takes a hundred times as long as resetting a few keys.
 _idle_trees: dict[type, DictConfig] = {}
 
 
 @contextmanager
 def _lent_tree(root: type) -> Iterator[_LentTree]:
-    """The tree before any setting; it goes back as it was. A second load at the same time makes one of its own."""
+    """Lend a tree with all keys at their defaults, and reset it afterwards for the next load.
+
+    A second load at the same time builds its own tree.
+    """
     idle = _idle_trees.pop(root, None)
     lent = _LentTree(OmegaConf.structured(root) if idle is None else idle)
     try:
@@ -163,7 +174,7 @@ def _lent_tree(root: type) -> Iterator[_LentTree]:
 
 
 def _to_object(lent: _LentTree, root: type[T], sources: dict[str, str]) -> T:
-    """The config with the values of all keys that were set."""
+    """Build the config from the defaults and the keys that were set in the tree."""
     config = root()
     for name in leaves(root):
         if name not in lent.touched:
@@ -180,7 +191,10 @@ def _to_object(lent: _LentTree, root: type[T], sources: dict[str, str]) -> T:
 def _finished(
     config: Any, sources: dict[str, str], waiting: Sequence[Waiting], notes: list[str]
 ) -> tuple[Any, dict[str, str]]:
-    """With what can be judged, or follows from other keys, only when all keys are known."""
+    """Finish a config whose keys are all set: handle waiting settings, check values and fill followers.
+
+    Return the config and the sources, both changed in place. Raise `ConfigError` for all problems of a stage.
+    """
     problems = _divide_over_ranks(config, sources, waiting, notes)
     problems += [f"{problem} ({sources[name]})" for name, problem in value_problems(config)]
     if problems:
@@ -193,7 +207,7 @@ def _finished(
 
 
 def _divide_over_ranks(config: Any, sources: dict[str, str], waiting: Sequence[Waiting], notes: list[str]) -> list[str]:
-    """Sets keys of one rank from sizes that count over all; returns what does not divide."""
+    """Set per-rank keys from sizes that count over all data-parallel ranks. Return a message for each that fails."""
     problems = []
     for setting, reading in waiting:
         if not reading.over_ranks:
@@ -223,7 +237,10 @@ def _divide_over_ranks(config: Any, sources: dict[str, str], waiting: Sequence[W
 
 
 def _disagreements(config: Any, waiting: Sequence[Waiting]) -> list[str]:
-    """Keys that may only repeat what another key says, or that do nothing beside it, where it says something else."""
+    """Return one message for each setting that contradicts another key.
+
+    The settings are those that must agree with a key, and those that are ignored only for some values of a key.
+    """
     problems = []
     for setting, reading in waiting:
         if reading.needs and _value_at(config, reading.needs[0]) not in reading.needs[1]:
@@ -245,7 +262,7 @@ def _disagreements(config: Any, waiting: Sequence[Waiting]) -> list[str]:
 
 
 def _value_at(config: Any, name: str) -> Any:
-    """The value of a key, or of one below a dict-valued key."""
+    """Return the value of a key, or of an entry below a dict-valued key (None if the dict has no such entry)."""
     leaf = _leaf_of(name, type(config))
     assert leaf is not None
     value = get_value(config, leaf.name)
@@ -261,7 +278,10 @@ def _unknown_here(name: str, setting: Setting, root: type) -> str | None:
 
 
 def _flatten(values: dict[str, Any], prefix: str, root: type) -> Iterator[tuple[str, Any]]:
-    """Dotted names and values down to the keys; what lies below a dict-valued key stays one value."""
+    """Yield dotted names and values of nested dicts, down to the keys.
+
+    The value of a dict-valued key stays one value, except for entries that have a rule of their own in `ALIASES`.
+    """
     for part, value in values.items():
         name = f"{prefix}{part}"
         known = leaves(root).get(canonical(name))
@@ -272,13 +292,13 @@ def _flatten(values: dict[str, Any], prefix: str, root: type) -> Iterator[tuple[
             if rest := {part: item for part, item in value.items() if part not in own}:
                 yield name, rest
         elif value is None and canonical(name) in sections(root):
-            continue  # a heading with nothing under it
+            continue  # a section without any key
         else:
             yield name, value
 
 
 def _without(settings: list[Setting], override: str, root: type) -> list[Setting]:
-    """The settings but for those of a key that Hydra's `~key` takes away, so that it has its default again."""
+    """Drop the settings of a key or section that Hydra's `~key` removes, so that defaults apply again."""
     name = override[1:].partition("=")[0].strip()
     meant = canonical(name)
     if not has_alias(name) and _leaf_of(meant, root) is None and meant not in sections(root):
@@ -291,6 +311,11 @@ def _without(settings: list[Setting], override: str, root: type) -> list[Setting
 
 
 def parse_override(text: str, root: type) -> list[Setting]:
+    """Parse an override `a.b.c=value`. Raise `ConfigError` if it cannot be parsed.
+
+    A dict given for a section becomes one setting for each key. `section@place=file` becomes the settings of a file of
+    verl.
+    """
     name, equals, value = text.partition("=")
     name = name.lstrip("+").strip()
     if not equals or not name or name.startswith(("-", "~")):
@@ -323,33 +348,36 @@ def parse_override(text: str, root: type) -> list[Setting]:
 
 
 def _is_plain(text: str) -> bool:
-    """Whether a text value stands for itself: YAML would read `12:30` and `1e5` as numbers and `#` as a comment."""
+    """Return whether a string is taken literally, without YAML: not null, and neither quoted nor a list or dict.
+
+    YAML would read `12:30` and `1e5` as numbers, and `#` as the start of a comment.
+    """
     return text not in ("", "~", "null", "None") and not text.startswith(("'", '"', "[", "{"))
 
 
 def _expanded(value: Any) -> Any:
-    """With the home folder for `~/`: shells leave it as it is behind an equals sign."""
+    """Replace a leading `~/` of strings by the home folder, because shells do not expand it after an equals sign."""
     if isinstance(value, list):
         return [_expanded(item) for item in value]
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def _is_truth(value: Any) -> bool:
-    """Whether a value is a truth value or a word for one: numbers are none, whatever a library makes of them."""
+    """Return whether a value is a bool or a word for one. Numbers are not, although OmegaConf would accept them."""
     return isinstance(value, bool) or (isinstance(value, str) and value.lower() in TRUTH_WORDS)
 
 
 def _apply(lent: _LentTree, root: type, setting: Setting, written: str, sources: dict[str, str]) -> str | None:
-    """Set one value; returns what is wrong with it, if anything."""
+    """Set one value in the tree and record its source. Return a message if the key or the value is wrong."""
     leaf = _leaf_of(setting.name, root)
     if setting.value is None and setting.name in sections(root):
-        return None  # a heading with nothing under it
+        return None  # a section without any key
     if leaf is None:
         return _unknown(setting.name, written, root)
     if setting.name != leaf.name and leaf.base_type is not dict:
         return f"unknown key {written}: {leaf.name} holds one value ({type_name(leaf.type)}), no keys"
     value = setting.value
-    if value is False and "off" in leaf.info.choices:  # YAML takes the bare word for a truth value
+    if value is False and "off" in leaf.info.choices:  # YAML reads an unquoted `off` as false
         value = "off"
     if leaf.base_type is list and value is not None and not isinstance(value, list):
         if isinstance(value, dict) and leaf.item_type in (str, int, float, bool):
@@ -369,7 +397,7 @@ def _apply(lent: _LentTree, root: type, setting: Setting, written: str, sources:
 
 
 def _leaf_of(name: str, root: type) -> Leaf | None:
-    """The key itself, or the dict-valued key that a longer name reaches into."""
+    """Return the key of this name, or the key whose name is a prefix of it (as for an entry of a dict-valued key)."""
     known = leaves(root)
     while name:
         if name in known:
@@ -389,13 +417,13 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-# Checks of single keys: types, choices, ranges, whether anything reads them, and whether they are supported yet.
+# Checks of single keys: choices, ranges, and keys that have no effect.
 
 
 def value_problems(config: Any, imported: bool = False) -> list[tuple[str, str]]:
-    """Values outside their choices or range, as (key, problem).
+    """Return the values outside their choices or range, as pairs of key and message.
 
-    Until external libraries are `imported`, any name may be one that they register.
+    A key with a registry accepts any name until external libraries are `imported`, because they may register it.
     """
     may_be_registered = not imported and bool(external_libs(config))
     found = []
@@ -409,7 +437,7 @@ def value_problems(config: Any, imported: bool = False) -> list[tuple[str, str]]
 
 
 def external_libs(config: Any) -> dict[str, str]:
-    """The modules that are imported before anything else, by the key that names them."""
+    """Return the modules that a run imports before anything else (`model.external_lib`), by their keys."""
     keys = [name for name in leaves(type(config)) if name.endswith("model.external_lib")]
     return {name: value for name in keys if (value := get_value(config, name))}
 
@@ -448,12 +476,15 @@ def _choice_problem(leaf: Leaf, value: Any, may_be_registered: bool) -> str | No
 
 
 def unread_problems(config: Any, told: Sequence[str]) -> list[str]:
-    """Keys that are set and that nothing reads, by what other keys say (`only_if`); not those `told` of already."""
+    """Return one message for each set key that has no effect, because its condition `only_if` does not hold.
+
+    Keys that occur in one of the earlier problems `told` are left out.
+    """
     return [line for name, line in _unread(config, noted=False) if not any(name in problem for problem in told)]
 
 
 def unread_notes(config: Any) -> list[str]:
-    """The same of keys that scripts often carry, of which a note says that nothing reads them."""
+    """Return the notes on set keys without effect that are marked `noted`, because scripts often carry them."""
     return [line for _, line in _unread(config, noted=True)]
 
 

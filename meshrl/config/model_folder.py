@@ -1,4 +1,11 @@
-"""What a model's folder says that a config must fit: its config.json and its tokenizer files."""
+"""Checks of a model's folder: completeness, config.json, tokenizer and safetensors headers.
+
+* `folder_problems`, `tensor_file_problems`, `damage_of`: missing, truncated or damaged files.
+* `read_model_config`, `fit_problems`: config.json, and the division of the model over an engine's ranks.
+* `misfit_problems`, `unread_tensors`: tensors in the files that contradict config.json or have no place in the model.
+
+Weights are never read: safetensors headers suffice.
+"""
 
 import json
 import re
@@ -14,7 +21,7 @@ from meshrl.config.keys import count
 from meshrl.files import read_json
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-# Of these files one says how images are read.
+# A vision-language model has one of these files, which describes the preprocessing of images.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 TOKENIZER_FILES = (
@@ -38,20 +45,20 @@ STATE_KEYS = (
 )
 TOKENIZER_JSON = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 WEIGHT_FILES = ("*.safetensors", "*.index.json")
-# Weights and adapters as pickles, which are not read: reading one runs what it says.
+# Weights and adapters as pickles. They are not read, because reading a pickle runs its code.
 PICKLED_WEIGHTS = "*.bin"
-# Bytes of a JSON file, beyond which only its ends are looked at: a check of a config must be quick.
+# The size in bytes above which only the ends of a JSON file are checked, so that the check of a config is quick.
 MOST_PARSED = 2**24
 LONGEST_HEADER = 100_000_000  # safetensors' own limit
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a path can only be meant as the name of a model on the hub: there is no folder that it could lie in."""
+    """Return whether a path must be the name of a model on the hub: `owner/name`, and no folder `owner` exists."""
     return HUB_NAME.fullmatch(path) is not None and not Path(path).parent.exists()
 
 
 def folder_problems(model: ModelConfig, prefix: str) -> list[str]:
-    """Whether the model's folder has a config, weights and a tokenizer."""
+    """Check that the model's folder has a config, readable weights and a tokenizer, and check the adapter's folder."""
     if not model.path:
         return [f"set {prefix}.path to the folder of a Hugging Face model"]
     folder = Path(model.path)
@@ -84,7 +91,7 @@ def folder_problems(model: ModelConfig, prefix: str) -> list[str]:
 
 
 def pickle_problem(folder: Path) -> str | None:
-    """What is wrong with a folder whose weights are pickles alone, in words."""
+    """Return a message if a folder has weights as pickles only, or None."""
     if any(folder.glob("*.safetensors")):
         return None
     found = next((file.name for file in sorted(folder.glob(PICKLED_WEIGHTS))), None)
@@ -95,14 +102,14 @@ def pickle_problem(folder: Path) -> str | None:
 
 
 def _json_problems(folder: Path, names: Sequence[str]) -> list[str]:
-    """What is there and no JSON object: a truncated file, or one that git has left in its large-file store."""
+    """Return one message for each existing file that is not a JSON object: truncated, or a pointer of git-lfs."""
     files = [folder / name for name in names if (folder / name).is_file()]
     return [problem for file in files if (problem := _json_problem(file, file.stat().st_mtime_ns))]
 
 
 @cache
 def _json_problem(file: Path, changed: int) -> str | None:
-    # Read once: several roles share a tokenizer, whose file may have ten megabytes.
+    # Cached by file and time of change: several roles share a tokenizer, whose file may have ten megabytes.
     del changed
     if (size := file.stat().st_size) > MOST_PARSED:
         text = file.read_bytes().strip()
@@ -115,14 +122,14 @@ def _json_problem(file: Path, changed: int) -> str | None:
 
 
 def tensor_file_problems(folder: Path) -> list[str]:
-    """The safetensors files of a folder that are missing or not whole, by their headers: the tensors are not read."""
+    """Return one message for each safetensors file that is missing or incomplete. Only the headers are read."""
     problems = [problem for file in sorted(folder.glob("*.safetensors")) if (problem := _tensor_file_problem(file))]
     index = folder / "model.safetensors.index.json"
     return problems + (_missing_parts(index) if index.is_file() else [])
 
 
 def _missing_parts(index: Path) -> list[str]:
-    """The files that an index names and that are not there, as after a download that was cut off."""
+    """Return a message if files in an index are missing, as after an interrupted download, or the index is invalid."""
     try:
         named = sorted({str(name) for name in read_json(index)["weight_map"].values()})
     except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -139,7 +146,7 @@ def _missing_parts(index: Path) -> list[str]:
 
 
 def read_header(file: Path) -> tuple[int, dict[str, Any]]:
-    """The length of a safetensors file's header, and what it says of each tensor."""
+    """Read a safetensors file's header. Return its length in bytes and the entry of each tensor."""
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(min(length, LONGEST_HEADER)))
@@ -158,7 +165,7 @@ def _tensor_file_problem(file: Path) -> str | None:
 
 
 def damage_of(folder: Path) -> str | None:
-    """The first file of a model's folder that cannot be read, in words."""
+    """Return a message about the first damaged file in a model's folder (JSON or safetensors), or None."""
     for file in sorted(folder.glob("*.json")):
         try:
             read_json(file)
@@ -168,9 +175,10 @@ def damage_of(folder: Path) -> str | None:
 
 
 def quantized_problem(folder: Path) -> str | None:
-    """What is wrong with a folder whose weights are quantized, in words: engines compute with the numbers in the files.
+    """Return a message if a folder's weights are quantized, or None.
 
-    A `ValueError` if its config cannot be read.
+    Quantized weights are refused, because engines compute with the numbers in the files. Raise `ValueError` if the
+    config cannot be read.
     """
     file = folder / "config.json"
     values = read_json(file) if file.is_file() else {}
@@ -185,7 +193,7 @@ def quantized_problem(folder: Path) -> str | None:
 
 
 def classifier_problem(model: ModelConfig, shape: dict[str, Any]) -> str | None:
-    """What is wrong with a folder that should hold a language model and holds one that scores, in words."""
+    """Return a message if a folder holds a classifier instead of a language model, or None."""
     kinds = [str(kind) for kind in shape.get("architectures") or []]
     if model.random_init or not kinds or not all(kind.endswith("Classification") for kind in kinds):
         return None
@@ -196,7 +204,10 @@ def classifier_problem(model: ModelConfig, shape: dict[str, Any]) -> str | None:
 
 
 def read_model_config(model: ModelConfig) -> dict[str, Any]:
-    """config.json with `override_config` applied; empty if there is none. A `ValueError` if it cannot be read."""
+    """Read config.json, with its `text_config` merged in and `override_config` applied.
+
+    The result is empty if there is no such file. Raise `ValueError` if the file cannot be read.
+    """
     file = Path(model.path or "") / "config.json"
     if not model.path or not file.is_file():
         return {}
@@ -208,12 +219,15 @@ def read_model_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def has_processor(folder: str | Path) -> bool:
-    """Whether a model's folder says how images are read."""
+    """Return whether a model's folder has a config of image preprocessing."""
     return any((Path(folder) / name).is_file() for name in PROCESSOR_FILES)
 
 
 def stateful_layers(shape: dict[str, Any]) -> str | None:
-    """What of a config.json tells of layers with a state that we cannot keep; None where there are none."""
+    """Return a sign in config.json of recurrent layers, whose state meshrl cannot keep, or None.
+
+    The sign is a kind of layers or the name of a field. Families with gated delta attention are supported.
+    """
     if shape.get("model_type") in GATED_DELTA:
         return None
     kinds = next((shape[name] for name in LAYER_KINDS if shape.get(name)), None)
@@ -224,7 +238,7 @@ def stateful_layers(shape: dict[str, Any]) -> str | None:
 
 
 def fit_problems(shape: dict[str, Any], engine: EngineConfig, prefix: str) -> list[str]:
-    """Whether the engine can compute the model, and its layers and heads divide as the engine wants them."""
+    """Check that the engine can compute the model, and that heads, layers and experts divide over its ranks."""
     problems = []
     heads = shape.get("num_attention_heads")
     for name, size in _head_splits(engine).items():
@@ -247,7 +261,7 @@ def fit_problems(shape: dict[str, Any], engine: EngineConfig, prefix: str) -> li
 
 
 def _tensor_problems(shape: dict[str, Any], engine: EngineConfig, prefix: str) -> list[str]:
-    """Whether key-value heads and layers' widths divide over tensor-parallel ranks."""
+    """Check that key-value heads and the intermediate size divide over Megatron's tensor-parallel ranks."""
     tp, problems = engine.megatron.tensor_model_parallel_size, []
     groups, width = shape.get("num_key_value_heads"), shape.get("intermediate_size")
     if groups is not None and groups % tp and tp % groups:
@@ -263,7 +277,10 @@ def _tensor_problems(shape: dict[str, Any], engine: EngineConfig, prefix: str) -
 
 
 def _expert_problems(shape: dict[str, Any], engine: EngineConfig, prefix: str) -> list[str]:
-    """Whether the experts divide over their ranks; without experts there are none to divide."""
+    """Check that the experts and their width divide over Megatron's expert ranks.
+
+    For a model without experts, the keys of expert parallelism must not be set.
+    """
     megatron = engine.megatron
     experts = next((shape[name] for name in EXPERT_COUNTS if shape.get(name)), 0)
     ep, tp = megatron.expert_model_parallel_size, megatron.tensor_model_parallel_size
@@ -299,7 +316,10 @@ def _head_splits(engine: EngineConfig) -> dict[str, int]:
 
 
 def _stage_problems(layers: int, engine: EngineConfig, prefix: str) -> list[str]:
-    """Layers per stage; with a first or last stage of its own size, the middle stages share what is left."""
+    """Check that the layers divide over the pipeline's stages.
+
+    If the first or last stage has its own size, the middle stages share the remaining layers equally.
+    """
     megatron = engine.megatron
     given = megatron.override_transformer_config
     if given.get("pipeline_model_parallel_layout"):
@@ -307,7 +327,7 @@ def _stage_problems(layers: int, engine: EngineConfig, prefix: str) -> list[str]
     first, last = given.get("num_layers_in_first_pipeline_stage"), given.get("num_layers_in_last_pipeline_stage")
     own = [size for size in (first, last) if size is not None]
     pp, vpp = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size or 1
-    # The embedding and the loss may each take a layer's place.
+    # The embedding and the loss may each count as a layer.
     counted = sum(bool(given.get(f"account_for_{name}_in_pipeline_split")) for name in ("embedding", "loss"))
     middle, left = pp - len(own), layers - sum(own) + counted
     if left < 0 or (middle == 0 and left) or (middle and left % (middle * vpp)) or any(size % vpp for size in own):
@@ -321,9 +341,9 @@ def _stage_problems(layers: int, engine: EngineConfig, prefix: str) -> list[str]
 
 
 def written_stages(layout: str | list[Any]) -> list[str]:
-    """The model chunks of a `pipeline_model_parallel_layout` in Megatron-Core's notation, a string of layers each.
+    """Split a `pipeline_model_parallel_layout` in Megatron-Core's notation into its model chunks, one string each.
 
-    E is the embedding, t a transformer layer, L the loss, | ends a chunk, and x*n or (...)*n repeats.
+    E is the embedding, t a transformer layer and L the loss. | ends a chunk, and x*n or (...)*n repeats.
     """
     if not isinstance(layout, str):
         return ["".join(chunk) for chunk in layout]
@@ -349,39 +369,40 @@ def _written_out_problems(layers: int, layout: str | list[Any], engine: EngineCo
     return problems
 
 
-# Whether the tensors in a model's safetensors files are those of its config.json, by the files' headers alone.
+# Checks that the tensors in a model's safetensors files match its config.json. Only the files' headers are read.
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16")
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-# Layers that predict further tokens; files have them behind the model's own, and nobody trains them.
+# Layers for multi-token prediction. Files number them after the model's own layers, and meshrl does not train them.
 FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_modules", "num_mtp_layers", "mtp_num_layers")
 FURTHER_PARTS = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head)(\.|$)")
-# The decoder's layers; towers call theirs the same, below other names.
+# Layers of the decoder. Vision and audio towers use the same layer names below other prefixes.
 LAYER = re.compile(
     r"^(?:(?:model|language_model|text_model|transformer|gpt_neox|decoder|backbone)\.)*"
     r"(?:layers|h|blocks)\.(?P<number>\d+)\."
 )
 EXPERT = re.compile(r"\.experts\.(?P<number>\d+)\.")
 EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings)\.weight$")
-# Families whose embeddings have more rows than the config says.
+# Families whose embeddings have more rows than `vocab_size` in config.json.
 PADDED = ("moshi", "mllama", "mllama_text_model")
-# Buffers that older files hold and modules compute: rotary frequencies, causal masks, positions.
+# Buffers that older files hold although modules compute them: rotary frequencies, causal masks, positions.
 BUFFERS = re.compile(
     r"(inv_freq|\.(attn|attention|crossattention)\.(bias|masked_bias)|position_ids|num_batches_tracked)$"
 )
-# What makes tokens or scores of hidden states: a folder may hold the one that is not asked for, or a tied one.
+# Output heads for tokens or scores. A folder may hold a head that the run does not use, or a tied head.
 HEADS = re.compile(r"^(lm_head|score|classifier|embed_out)\.")
-# Parts beside a decoder that a language model does not load.
+# Parts of a multimodal model that its language model does not load.
 OTHER_PARTS = re.compile(
     r"(^|\.)(visual|vision\w*|audio\w*|speech\w*|image\w*|video\w*|\w*projector|connector|mtp\w*|v_head|talker|token2wav)\."
 )
 
 
 def stored_tensors(folder: Path) -> dict[str, dict[str, Any]]:
-    """The `dtype` and `shape` of each tensor that would be read from a folder; empty without safetensors.
+    """Return the `dtype` and `shape` of each tensor that would be loaded from a folder.
 
-    A tensor that the index names and its file does not hold has none. Files that cannot be read are another check's.
+    The entry is empty for a tensor that the index names and its file does not hold. The result is empty without
+    safetensors files, and if a file cannot be read (`tensor_file_problems` reports that).
     """
     index, single = folder / INDEX, folder / SINGLE
     try:
@@ -397,14 +418,15 @@ def stored_tensors(folder: Path) -> dict[str, dict[str, Any]]:
 
 @cache
 def _header(file: Path, changed: int) -> dict[str, Any]:
-    del changed  # a file that was written anew is read anew
+    del changed  # a part of the cache's key: a changed file is read again
     return read_header(file)[1]
 
 
 def misfit_problems(folder: Path, override: Mapping[str, Any]) -> list[str]:
-    """What of a folder's tensors does not fit its config.json: their types, layers, experts and embeddings.
+    """Return one message for each way in which a folder's tensors contradict its config.json.
 
-    Counts and sizes that `override` sets are the user's own: tensors beyond them are left out on purpose.
+    Dtypes and the numbers of layers, experts and embeddings are compared. Counts and sizes that `override` sets are
+    not compared, because the user leaves out tensors on purpose.
     """
     tensors, file = stored_tensors(folder), folder / "config.json"
     if not tensors or not file.is_file():
@@ -414,7 +436,7 @@ def misfit_problems(folder: Path, override: Mapping[str, Any]) -> list[str]:
     except ValueError:
         return []
     if not isinstance(values, dict) or values.get("quantization_config"):
-        return []  # which other checks refuse
+        return []  # other checks refuse these
     text = values.get("text_config")
     shape = {**values, **(text if isinstance(text, dict) else {})}
     found = [_index_problem(tensors), type_problem(tensors)]
@@ -436,7 +458,7 @@ def _index_problem(tensors: Mapping[str, Mapping[str, Any]]) -> str | None:
 
 
 def type_problem(tensors: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Name the weights that are no floats of 16 bits or more: they would be read as other numbers."""
+    """Return a message if weights are not floats of at least 16 bits, or None. Engines would misread such weights."""
     wrong = [name for name, entry in tensors.items() if "dtype" in entry and _is_of_wrong_type(name, entry["dtype"])]
     if not wrong:
         return None
@@ -449,19 +471,22 @@ def type_problem(tensors: Mapping[str, Mapping[str, Any]]) -> str | None:
 
 
 def _is_of_wrong_type(name: str, dtype: str) -> bool:
-    """Whether a tensor is a weight and no float; masks and tables of indices are of truth values and whole numbers."""
+    """Return whether a tensor is a weight but not a float. Masks (bools) and index tables (integers) are permitted."""
     if dtype in FLOATS or BUFFERS.search(name):
         return False
     return dtype not in ("BOOL", "I64", "I32", "U64", "U32") or name.endswith(("weight", "_proj"))
 
 
 def layer_number(name: str) -> int | None:
-    """The number of the decoder's layer that a tensor belongs to."""
+    """Return the number of the decoder layer to which a tensor belongs, or None."""
     return int(found["number"]) if (found := LAYER.match(name)) else None
 
 
 def further_layers(names: Collection[str], shape: Mapping[str, Any]) -> set[int]:
-    """The numbers of layers behind the model's own that predict further tokens, by the config or by their parts."""
+    """Return the numbers of the layers for multi-token prediction, which follow the model's own layers.
+
+    They are found by fields of the config or by the names of their parts.
+    """
     layers = _first(shape, LAYER_COUNTS)
     counted = max(int(shape.get(field) or 0) for field in FURTHER_LAYERS)
     parts = {layer_number(name) for name in names if FURTHER_PARTS.search(name)}
@@ -490,7 +515,7 @@ def _layer_problem(tensors: Collection[str], shape: Mapping[str, Any]) -> str | 
 def _expert_problem(tensors: Collection[str], shape: Mapping[str, Any]) -> str | None:
     experts = _first(shape, EXPERT_COUNTS)
     found = {int(match["number"]) for name in tensors if LAYER.match(name) and (match := EXPERT.search(name))}
-    # Some have experts that give back what they get, beside those that are counted.
+    # Some models have identity experts (`zero_expert_num`) in addition to the counted experts.
     if not found or not experts or len(found) == experts + (shape.get("zero_expert_num") or 0):
         return None
     field = next(field for field in EXPERT_COUNTS if shape.get(field))
@@ -503,7 +528,7 @@ def _expert_problem(tensors: Collection[str], shape: Mapping[str, Any]) -> str |
 def _embedding_problem(tensors: Mapping[str, Mapping[str, Any]], shape: Mapping[str, Any]) -> str | None:
     name = next((name for name in tensors if EMBEDDINGS.search(name) and not OTHER_PARTS.search(name)), None)
     sizes = [shape.get("vocab_size"), shape.get("hidden_size")]
-    # Some have narrower embeddings than hidden states.
+    # In some models embeddings are narrower than hidden states.
     of_another_size = {"word_embed_proj_dim", "embedding_size"} & shape.keys() or shape.get("model_type") in PADDED
     if name is None or not all(sizes) or of_another_size:
         return None
@@ -519,10 +544,11 @@ def _embedding_problem(tensors: Mapping[str, Mapping[str, Any]], shape: Mapping[
 def unread_tensors(
     names: Collection[str], shape: Mapping[str, Any], ignored: Collection[str], override: Mapping[str, Any]
 ) -> list[str]:
-    """Of the tensors of a model's files that its modules have no place for, those that are not left out on purpose.
+    """Filter the names of tensors without a place in the model. Return the names that are not left out on purpose.
 
-    Left out on purpose are heads, buffers that modules compute, what the family itself leaves out (`ignored`, regular
-    expressions), layers that predict further tokens, parts beside the decoder, and what `override` cuts off.
+    These tensors are left out on purpose: heads, buffers that modules compute, tensors that the family ignores
+    (`ignored`, regular expressions), layers for multi-token prediction, parts other than the decoder, and layers
+    beyond the number in `override`.
     """
     left_out = [re.compile(pattern) for pattern in ignored]
     cuts_layers = bool(override.keys() & set(LAYER_COUNTS))
@@ -537,7 +563,7 @@ def unread_tensors(
 
 
 def unread_problem(names: Collection[str]) -> str | None:
-    """What is wrong with weights that a model has no place for, in words; None if there are none."""
+    """Return a message about weights without a place in the model, or None if there are no such weights."""
     if not names:
         return None
     return (
@@ -552,6 +578,6 @@ def _first(shape: Mapping[str, Any], names: Collection[str]) -> int:
 
 
 def _some(names: Collection[str]) -> str:
-    """How many tensors these are, and the first of them."""
+    """Describe the number of tensors and the name of the first, for a message."""
     first = next(iter(names))
     return f"'{first}'" if len(names) == 1 else f"{count(len(names), 'tensor')}, such as '{first}',"

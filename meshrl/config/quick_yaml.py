@@ -1,6 +1,7 @@
-"""YAML by libyaml, where PyYAML was built with it: ten times as quick as by PyYAML's own Python.
+"""YAML reading and writing by libyaml, which is ten times as fast as PyYAML's Python code.
 
-What libyaml refuses goes to the latter, which takes more (half of a surrogate pair) and whose errors show the place.
+Every function falls back to the Python code if PyYAML was built without libyaml, or if libyaml refuses a text. The
+Python code accepts more (half of a surrogate pair), and its errors show the place in the text.
 """
 
 from typing import Any
@@ -11,16 +12,16 @@ Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
-# What is no text whatever a key holds: null, and the sign that merges mappings.
+# The tags that `texts` still resolves: null, and the key `<<` that merges mappings.
 _NO_TEXTS = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
 
 
 class _QuickTexts(Loader):
-    """Takes numbers, dates and truth values as the texts they are written as."""
+    """A libyaml loader that leaves numbers, dates and bools as the strings in the file."""
 
 
 class _SlowTexts(yaml.SafeLoader):
-    """The same."""
+    """The Python loader with the behaviour of `_QuickTexts`, for texts that libyaml refuses."""
 
 
 for _loader in (_QuickTexts, _SlowTexts):
@@ -31,7 +32,7 @@ for _loader in (_QuickTexts, _SlowTexts):
 
 
 def parsed(text: str) -> Any:
-    """What a text holds."""
+    """Parse a YAML text into plain Python values, typed by YAML's rules."""
     try:
         return yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, UnicodeEncodeError):
@@ -39,7 +40,7 @@ def parsed(text: str) -> Any:
 
 
 def texts(text: str) -> Any:
-    """What a text holds, with every scalar but null as it is written."""
+    """Parse a YAML text with every scalar as the string that is written there, except null."""
     try:
         return yaml.load(text, Loader=_QuickTexts)
     except (yaml.YAMLError, UnicodeEncodeError):
@@ -47,7 +48,7 @@ def texts(text: str) -> Any:
 
 
 def composed(text: str) -> yaml.Node | None:
-    """The nodes of a text, which know their lines."""
+    """Parse a YAML text into its tree of nodes, which have line numbers. An empty text gives None."""
     try:
         return yaml.compose(text, Loader=Loader)
     except (yaml.YAMLError, UnicodeEncodeError):
@@ -55,7 +56,10 @@ def composed(text: str) -> yaml.Node | None:
 
 
 def as_text(value: Any, quick: Any = Dumper, slow: Any = yaml.SafeDumper, **options: Any) -> str:
-    """A value as YAML; dumpers of one's own come in pairs."""
+    """Write a value as a YAML text.
+
+    A caller with its own dumper passes a pair: `quick` (libyaml) and `slow` (Python), used if `quick` fails.
+    """
     try:
         return str(yaml.dump(value, Dumper=quick, allow_unicode=True, **options))
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Reading recipes: YAML files, shipped or one's own, that may stand on one other recipe."""
+"""Reading of recipes: YAML files, shipped or of the user, that may be based on another recipe (`defaults`)."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from meshrl.config import quick_yaml
 from meshrl.config.keys import ConfigError
 
 SHIPPED = Path(meshrl.recipes.__file__).parent
-# verl's own files, as a `defaults` list or --config-name names them: what they choose beyond the defaults here.
+# verl's own config files, as a `defaults` list or --config-name names them, and the keys that each of them sets here.
 _MEGATRON = {"actor_rollout_ref.actor.strategy": "megatron", "critic.strategy": "megatron"}
 VERL_CONFIGS: dict[str, dict[str, Any]] = {
     "ppo_trainer": {},
@@ -30,13 +30,14 @@ VERL_CONFIGS: dict[str, dict[str, Any]] = {
     "one_step_off_ppo_trainer": {},
     "one_step_off_ppo_megatron_trainer": _MEGATRON,
 }
-# Entries `section@place: file` of such lists, and of overrides: the files of verl that choose an engine.
+# verl's files that choose an engine. A `defaults` list or an override names such a file as `section@place: file`.
 VERL_GROUPS: dict[str, dict[str, str]] = {
     "megatron_actor": {"actor_rollout_ref.actor.strategy": "megatron"},
     "megatron_critic": {"critic.strategy": "megatron"},
     "megatron_reward_model": {"reward_model.strategy": "megatron"},
     "megatron_reward_loop": {"reward_model.strategy": "megatron"},
 }
+# verl's other files for single sections, which change nothing here.
 VERL_PARTS = (
     "dp_actor", "dp_critic", "dp_ref", "dp_reward_model", "dp_reward_loop", "megatron_ref", "legacy_data", "rollout",
     "hf_model", "rollout_correction", "reward_manager", "profiler", "fsdp", "megatron",
@@ -45,7 +46,11 @@ VERL_PARTS = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """One recipe file: its values as nested dicts, as YAML types them and as they are written, and each key's line."""
+    """The content of one recipe file, as nested dicts.
+
+    `values` are typed by YAML's rules. `written` has every scalar as the string in the file. `lines` maps each dotted
+    key to its line number.
+    """
 
     path: Path
     values: dict[str, Any]
@@ -53,22 +58,28 @@ class Recipe:
     lines: dict[str, int]
 
     def source(self, name: str) -> str:
-        """Where a key stands, as `file:line`."""
+        """Return the place of a key as `file:line`, or the file's name alone if the file does not set the key."""
         return f"{self.path.name}:{self.lines[name]}" if name in self.lines else self.path.name
 
 
 def shipped_recipes() -> list[str]:
-    """Names of the recipes that come with the package."""
+    """Return the names of the recipes that come with the package, sorted."""
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
 def is_recipe(word: str) -> bool:
-    """Whether a word of the command line names a recipe, and does not set a key."""
+    """Return whether an argument of the command line names a recipe. Other arguments set a key or remove one (`~key`).
+
+    An argument with `=` is a recipe only if it is the path of an existing YAML file.
+    """
     return ("=" not in word and not word.startswith("~")) or (word.endswith((".yaml", ".yml")) and Path(word).is_file())
 
 
 def find_recipe(recipe: str | Path, beside: Path | None = None) -> Path:
-    """The file of a recipe given by path (also relative to `beside`) or by shipped name."""
+    """Return the file of a recipe given by path or by shipped name. Raise `ConfigError` if there is none.
+
+    A path may be relative to the working directory or to the folder `beside`, and may omit `.yaml`.
+    """
     given = Path(recipe)
     folders = [Path(), *([beside] if beside else [])]
     for candidate in (folder / name for folder in folders for name in (given, Path(f"{given}.yaml"))):
@@ -81,7 +92,7 @@ def find_recipe(recipe: str | Path, beside: Path | None = None) -> Path:
 
 
 def read_recipes(recipe: str | Path) -> list[Recipe]:
-    """A recipe and those it stands on, the outermost ancestor first."""
+    """Read a recipe and all recipes that it is based on. The result begins with the outermost ancestor."""
     chain: list[Recipe] = []
     if (name := _verl_name(recipe)) is not None:
         return [_chosen(name, VERL_CONFIGS[name])]
@@ -102,7 +113,10 @@ def read_recipes(recipe: str | Path) -> list[Recipe]:
 
 
 def _parent(path: Path, named: Any) -> tuple[str | None, list[Recipe]]:
-    """The one recipe that `defaults` (a name, or Hydra's list) stands on, and what the files of verl in it choose."""
+    """Split the value of `defaults` (a name or Hydra's list) into a parent recipe and the settings of verl's files.
+
+    `defaults` may name at most one recipe of meshrl's. A file of verl becomes a `Recipe` if it sets any key.
+    """
     entries = named if isinstance(named, list) else [] if named is None else [named]
     parents, chosen = [], []
     for entry in entries:
@@ -125,7 +139,7 @@ def _parent(path: Path, named: Any) -> tuple[str | None, list[Recipe]]:
 
 
 def group_settings(part: str) -> dict[str, str] | None:
-    """What a file of verl that a section is taken from chooses here; None if verl has none of this name."""
+    """Return the keys that a section file of verl sets here, or None if verl has no such file."""
     known = part.removesuffix(".yaml")
     return VERL_GROUPS.get(known, {} if known in VERL_PARTS else None)
 
@@ -136,7 +150,7 @@ def _verl_name(recipe: str | Path) -> str | None:
 
 
 def _chosen(name: str, settings: Mapping[str, Any]) -> Recipe:
-    """A recipe of dotted keys that a name stands for."""
+    """Return a `Recipe` without lines from dotted keys, for the name of a file of verl."""
     return Recipe(Path(name), dict(settings), dict(settings), {})
 
 
@@ -152,7 +166,7 @@ def _read(path: Path) -> Recipe:
 
 @lru_cache(maxsize=64)
 def _content(text: str) -> tuple[Any, dict[str, Any], dict[str, int]]:
-    """A text's values, the same as they are written, and the keys' lines."""
+    """Parse a recipe's text into its typed values, its values as strings, and the line of each key."""
     values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     lines = dict(_key_lines(quick_yaml.composed(text), ""))
     return values, quick_yaml.texts(text) or {}, lines

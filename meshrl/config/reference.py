@@ -1,4 +1,7 @@
-"""`python -m meshrl.config.reference [FOLDER]`: writes docs/config_reference.md (all keys) and docs/families.md."""
+"""The generator of docs/config_reference.md (all keys) and docs/families.md (the table of model families).
+
+Run `python -m meshrl.config.reference [FOLDER]`; without a folder the pages in docs are replaced.
+"""
 
 import sys
 from pathlib import Path
@@ -20,7 +23,7 @@ marked *only with* is refused, or noted, where that is not so.
 
 
 def reference() -> str:
-    """The whole reference as Markdown."""
+    """Return the page of all config keys as Markdown, one chapter for each command."""
     chapters = [line for command, root in ROOTS.items() for line in (*_chapter(f"`meshrl {command}`", root), "")]
     return "\n".join([HEAD, *chapters])
 
@@ -90,7 +93,7 @@ keys and values of unequal size generates on a CPU only.
 
 
 def families_page() -> str:
-    """The table as a page of the docs."""
+    """Return the page of model families as Markdown, sorted by name."""
     return FAMILIES_HEAD + "".join(f"{_family(name, FAMILIES[name])}\n" for name in sorted(FAMILIES))
 
 
@@ -102,7 +105,7 @@ def _family(name: str, row: Family) -> str:
     return f"| {' | '.join([f'`{name}`', *marks, '✔' if row.megatron else '–', why])} |"
 
 
-# The generated pages.
+# File name -> function that returns the page's text.
 PAGES = {"config_reference.md": reference, "families.md": families_page}
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where rewards come from: `reward.*`, `custom_reward_function.*`, `reward_manager.*`."""
+"""The sources of rewards: `reward.*`, `custom_reward_function.*` and `reward_manager.*`, with checks of these keys."""
 
 import importlib.util
 import math
@@ -14,13 +14,13 @@ from meshrl.config.rollout import ROLLOUTS
 from meshrl.config.user_code import argument_problem, is_async, load_function, reward_call_problem
 from meshrl.registry import REWARD_MANAGERS
 
-# Arguments of a judge that only make sense behind a URL, or stand in reward.judge.
+# Arguments of a judge that is reached by a URL. A judge on the workers has keys in `reward.judge` instead.
 JUDGE_URL_OPTIONS = (
     "url", "model", "max_tokens", "temperature", "timeout", "retries", "backoff", "concurrency", "api_key_env",
 )  # fmt: skip
-# The function of a run whose answers only a reward model scores.
+# The built-in function for a run in which only a reward model scores responses.
 NOTHING = "nothing"
-# The arguments of built-in functions, by name, and those of them that must be given (a judge's: see judge_problems).
+# The arguments of built-in functions. `NEEDED_OPTIONS` has the required ones (for a judge, see `judge_problems`).
 REWARD_OPTIONS: dict[str, tuple[str, ...]] = {
     "exact_match": ("extract", "ignore_case"),
     "sort_digits": (),
@@ -31,10 +31,10 @@ REWARD_OPTIONS: dict[str, tuple[str, ...]] = {
     "judge": (*JUDGE_URL_OPTIONS, "template", "pattern", "low", "high"),
     NOTHING: (),
 }
-# The numbers that built-in functions return beside the score.
+# The numbers that built-in functions return in addition to the score.
 REWARD_NUMBERS: dict[str, tuple[str, ...]] = {"coin_toss": ("acc",), "math_verify": ("acc", "parsed"), "code": ("acc",)}
 NEEDED_OPTIONS = {"format_match": ("pattern",)}
-# Arguments that are true or false, and those that are regular expressions.
+# Arguments that are bools, and arguments that are regular expressions.
 SWITCHES, PATTERNS = ("ignore_case", "whole", "partial", "strict"), ("extract", "pattern")
 BUILT_IN_REWARDS = tuple(REWARD_OPTIONS)
 MANAGERS = ("naive", "batch", "dapo", "prime")
@@ -133,7 +133,7 @@ class RewardManagerConfig:
 def reward_problems(
     reward: RewardConfig, custom: CustomRewardFunctionConfig, manager: RewardManagerConfig, max_response_length: int
 ) -> list[str]:
-    """What does not fit together, and what would silently do nothing."""
+    """Return one message for each contradiction between the reward's keys, and for each key without effect."""
     chosen = {
         f"reward.name={reward.name}": reward.name,
         f"custom_reward_function.path={custom.path}": custom.path,
@@ -166,7 +166,7 @@ def reward_problems(
 
 
 def option_problems(reward: RewardConfig) -> list[str]:
-    """Arguments that a built-in function does not take, or that it needs and is not given."""
+    """Return one message for each unknown, missing or invalid argument of a built-in reward function."""
     asked = [("reward.kwargs", reward.name, reward.kwargs)] if reward.name else []
     for label, entry in reward.functions.items():
         fields = entry if isinstance(entry, dict) else {}
@@ -188,7 +188,7 @@ def option_problems(reward: RewardConfig) -> list[str]:
 
 
 def _value_problems(kwargs: Mapping[str, Any]) -> Iterator[str]:
-    """Name switches that are no truth values and regular expressions that are none."""
+    """Yield one message for each switch that is not a bool and each pattern that is not a regular expression."""
     for option, value in kwargs.items():
         if option in SWITCHES and not isinstance(value, bool):
             yield f"{option} must be true or false, not {value!r}"
@@ -202,7 +202,10 @@ def _value_problems(kwargs: Mapping[str, Any]) -> Iterator[str]:
 def reward_numbers(
     reward: RewardConfig, custom: CustomRewardFunctionConfig, has_model: bool = False
 ) -> list[str] | None:
-    """What the functions say of a sample beside its score; None where one of the user's own may say anything."""
+    """Return the names of the numbers that the reward functions return for a sample in addition to its score.
+
+    The result is None if the names are unknown, because a function of the user may return anything.
+    """
     entries = {str(label): entry if isinstance(entry, dict) else {} for label, entry in reward.functions.items()}
     named = {label: str(entry.get("name") or label) for label, entry in entries.items()}
     named |= {reward.name: reward.name} if reward.name else {}
@@ -218,12 +221,12 @@ def reward_numbers(
 
 
 def judge_functions(reward: RewardConfig) -> dict[str, dict[str, Any]]:
-    """The keyword arguments of every function that is the built-in judge, by the key they stand under."""
+    """Return the keyword arguments of every use of the built-in judge, by the key that sets them."""
     return built_in_arguments(reward, "judge")
 
 
 def built_in_arguments(reward: RewardConfig, name: str) -> dict[str, dict[str, Any]]:
-    """Collect the keyword arguments of every function that is this built-in one, by the key they stand under."""
+    """Return the keyword arguments of every use of one built-in function, by the key that sets them."""
     found = {"reward.kwargs": reward.kwargs} if reward.name == name else {}
     for label, entry in reward.functions.items():
         fields = entry if isinstance(entry, dict) else {}
@@ -233,7 +236,7 @@ def built_in_arguments(reward: RewardConfig, name: str) -> dict[str, dict[str, A
 
 
 def judge_problems(reward: RewardConfig, manager: RewardManagerConfig) -> list[str]:
-    """A judge is behind a URL or on the workers, not both."""
+    """Check that a judge is either reached by a URL or runs on the workers (`reward.judge.path`), and not both."""
     judges = judge_functions(reward)
     if reward.judge.path is None:
         problems = ["reward.judge has no effect without reward.judge.path"] if reward.judge != JudgeConfig() else []
@@ -256,9 +259,9 @@ def judge_problems(reward: RewardConfig, manager: RewardManagerConfig) -> list[s
 def reward_file_problems(
     reward: RewardConfig, custom: CustomRewardFunctionConfig, manager: RewardManagerConfig, has_model: bool
 ) -> list[str]:
-    """Functions that are not there, whose packages are not, or that the manager cannot call.
+    """Return one message for each reward function that cannot be imported or called, or whose package is missing.
 
-    None at all only beside a reward model.
+    A run without any function is a problem as well, unless it has a reward model.
     """
     named = {reward.name} if reward.name else set()
     files: dict[str, tuple[str, str, Any]] = {}
@@ -281,7 +284,7 @@ def reward_file_problems(
             function = load_function(path, name)
             kwargs = kwargs if isinstance(kwargs, dict) else {}
             problem = argument_problem(function, kwargs, name)
-            if problem is None and manager.name in MANAGERS:  # one of the user's own may call it as it likes
+            if problem is None and manager.name in MANAGERS:  # a manager of the user may call functions in any way
                 problem = reward_call_problem(function, kwargs, name, manager.name)
             awaited |= is_async(function)
             if is_async(function) and manager.name == "prime":
@@ -305,14 +308,14 @@ def reward_file_problems(
 
 
 def manager_problems(manager: RewardManagerConfig) -> list[str]:
-    """A manager of the user's own that is not there, or is none."""
+    """Check that a reward manager of the user can be imported and is a subclass of `RewardManager`."""
     if manager.name in MANAGERS:
         return []
     try:
         found = REWARD_MANAGERS.get(manager.name)
     except ValueError as error:
         return [f"reward_manager.name: {error}"]
-    # The class itself is above the config, which must stay light.
+    # The class is compared by name, because the config must not import the rewards package.
     bases = [f"{base.__module__}.{base.__qualname__}" for base in getattr(found, "__mro__", ())]
     if "meshrl.rewards.manager.RewardManager" in bases:
         return []
@@ -320,7 +323,10 @@ def manager_problems(manager: RewardManagerConfig) -> list[str]:
 
 
 def entry_problem(label: str, entry: Any) -> str | None:
-    """What is wrong with an entry of `reward.functions`: a weight, or a dict of weight, name, path and kwargs."""
+    """Return the problem with one entry of `reward.functions`, or None.
+
+    An entry is a weight, or a dict of weight, name, path and kwargs.
+    """
     fields = entry if isinstance(entry, dict) else {"weight": entry}
     where = f"reward.functions.{label}"
     if unknown := sorted(set(fields) - {"weight", "name", "path", "kwargs"}):

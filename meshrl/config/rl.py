@@ -1,4 +1,11 @@
-"""`PPOConfig`: the whole config of `meshrl train`."""
+"""`PPOConfig`: the whole config of `meshrl train`.
+
+* `AlgorithmConfig` (`algorithm.*`): advantages, KL in the reward, dynamic sampling, rollout correction.
+* `AsyncTrainingConfig` (`async_training.*`) and `async_problems`: generation ahead of training.
+* `ActorRolloutRefConfig` (`actor_rollout_ref.*`) and `PPOConfig`: the tree of all sections.
+* `places`, `ranks_of`, `pool_problems`: the devices of each role.
+* `correction_of`, `uses_reference`, `has_teacher`: settings that follow from several keys.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +34,7 @@ GROUP_ESTIMATORS = (
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
 )
-# These weigh each step by the squared length of the logits' gradient, which only the trainer's own pass knows.
+# Estimators that weigh each step by the squared norm of the logits' gradient, which only the trainer's pass computes.
 TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
 ESTIMATORS = ("gae", *GROUP_ESTIMATORS, "reinforce_plus_plus", "remax", "distillation")
 
@@ -40,7 +47,7 @@ class KLCtrlConfig:
     target_kl: float = key(0.1, "KL that adaptive control aims at.", low=0, high=100)
 
 
-# Metrics of `filter_groups` that stand for the whole score.
+# Values of `filter_groups.metric` that mean the whole score.
 WHOLE_SCORE = ("seq_reward", "seq_final_reward", "score")
 
 
@@ -150,12 +157,12 @@ class AsyncTrainingConfig:
 
     @property
     def num_ahead(self) -> int:
-        """How many batches are begun before the one that is trained."""
+        """The number of batches whose generation begins before the present batch is trained."""
         return self.max_staleness if self.batches_ahead is None else self.batches_ahead
 
 
 def async_problems(config: "PPOConfig") -> list[str]:
-    """What does not go together in placement and staleness."""
+    """Return one message for each contradiction between placement (colocated or disaggregated) and staleness."""
     how, policy = config.async_training, config.actor_rollout_ref
     rollout, problems = policy.rollout, []
     ranks = rollout.nnodes * rollout.n_gpus_per_node
@@ -185,7 +192,7 @@ def async_problems(config: "PPOConfig") -> list[str]:
 
 
 def _combination_problems(config: "PPOConfig", ahead: int) -> list[str]:
-    """What one of several settings would silently undo."""
+    """Return one message for each setting that another setting of a disaggregated run would make ineffective."""
     how, policy, data = config.async_training, config.actor_rollout_ref, config.data
     problems = []
     if not how.partial_rollout and not ahead:
@@ -233,12 +240,12 @@ class ActorRolloutRefConfig:
 
     @property
     def records_routes(self) -> bool:
-        """Whether the rollout says which experts its tokens went to."""
+        """True if the rollout records the experts that process its tokens (router replay R3)."""
         return self.actor.router_replay.mode == "R3"
 
     @property
     def memory_budget_bytes(self) -> int | None:
-        """Bytes that any phase of a rank may take."""
+        """The largest number of bytes that torch may allocate on a rank in any phase, or None for no limit."""
         return None if self.memory_budget_gigabytes is None else int(self.memory_budget_gigabytes * 2**30)
 
 
@@ -258,25 +265,25 @@ class PPOConfig:
     global_profiler: ProfilerConfig = section(ProfilerConfig, "Profiling of single steps.")
 
 
-# Which devices a role has: those of the policy, or some of its own.
+# The devices of each role: the policy's, or its own.
 
 SECTIONS = {"ref": REF, "critic": "critic", "reward_model": "reward_model", "judge": "reward.judge"}
 
 
 def ranks_of(config: "PPOConfig", place: OwnDevices) -> int:
-    """How many ranks a role has, on its own devices or on the policy's."""
+    """Return the number of a role's ranks: its own processes if it has devices of its own, else the trainer's."""
     return sum(place.processes) if place.has_own_devices else config.trainer.world_size
 
 
 def num_devices(config: "PPOConfig") -> int:
-    """All processes of a run that have a device."""
+    """Return the number of processes of a run that have a device, over all roles."""
     rollout = config.actor_rollout_ref.rollout
     rollouts = 0 if config.actor_rollout_ref.hybrid_engine else rollout.nnodes * rollout.n_gpus_per_node
     return config.trainer.world_size + rollouts + sum(sum(place.processes) for place in places(config).values())
 
 
 def places(config: "PPOConfig") -> dict[str, OwnDevices]:
-    """Where each role is that may stand apart from the policy; `SECTIONS` has the names of these sections."""
+    """Return the sections of the roles that may have their own devices, by role. `SECTIONS` has their dotted names."""
     return {
         "ref": config.actor_rollout_ref.ref,
         "critic": config.critic,
@@ -286,17 +293,17 @@ def places(config: "PPOConfig") -> dict[str, OwnDevices]:
 
 
 def roles_apart(config: "PPOConfig") -> set[str]:
-    """The roles with devices of their own."""
+    """Return the names of the roles that have devices of their own."""
     return {role for role, place in places(config).items() if place.has_own_devices}
 
 
 def whose(place: OwnDevices, name: str) -> str:
-    """The section whose `nnodes * n_gpus_per_node` are a role's ranks."""
+    """Return the section whose `nnodes * n_gpus_per_node` is the number of a role's ranks: its own or `trainer`."""
     return name if place.has_own_devices else "trainer"
 
 
 def pool_problems(config: "PPOConfig") -> list[str]:
-    """Half of what says how many devices a role has, and more machines than one without Ray."""
+    """Check the devices of each role: `nnodes` and `n_gpus_per_node` go together, and several machines need Ray."""
     problems = []
     for role, place in places(config).items():
         name = SECTIONS[role]
@@ -310,16 +317,17 @@ def pool_problems(config: "PPOConfig") -> list[str]:
     return problems
 
 
-# What is done about a rollout policy that is not quite the trainer's, as the whole config says.
+# Settings that follow from several keys: the rollout correction, and the use of a reference.
 
-# These losses take the ratio itself, and bound it in their own way.
+# Losses that use the trainer-to-rollout ratio themselves and bound it in their own way.
 RATIO_LOSSES = ("decoupled", "icepop", "m2po")
 
 
 def correction_of(config: PPOConfig) -> RolloutCorrectionConfig:
-    """The correction, with importance weights by default where samples may be stale or a side rounds.
+    """Return the rollout correction with the default for `rollout_is` filled in.
 
-    `off` has become None.
+    The default is `token` if samples may be stale, or if the rollout or the actor computes in FP8. There is no such
+    default with bypass mode and with the losses in `RATIO_LOSSES`. The value `off` becomes None.
     """
     chosen = config.algorithm.rollout_correction
     loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
@@ -333,10 +341,10 @@ def correction_of(config: PPOConfig) -> RolloutCorrectionConfig:
 
 
 def uses_reference(config: PPOConfig) -> bool:
-    """Whether any term compares the policy with its reference."""
+    """Return whether a run needs the log-probs of the reference: for a KL loss, a KL in the reward, or a teacher."""
     return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward or has_teacher(config)
 
 
 def has_teacher(config: PPOConfig) -> bool:
-    """Whether the reference is a teacher, whose log-probs are learnt from."""
+    """Return whether the reference is a teacher, from whose log-probs the policy learns (distillation)."""
     return config.algorithm.adv_estimator == "distillation" or config.algorithm.distillation_coef > 0

@@ -1,4 +1,4 @@
-"""`actor_rollout_ref.rollout.*`: how responses are generated."""
+"""`actor_rollout_ref.rollout.*`: the rollout engine, sampling, weight sync, validation sampling and tools."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from meshrl.config.rl import PPOConfig
 
 ROLLOUTS = ("embedded", "vllm", "sglang", "hf")
-# Those that take prompts with images.
+# The rollouts that accept prompts with images.
 SEEING_ROLLOUTS = ("embedded", "vllm")
-# Who reads a key that not every rollout reads.
+# The rollouts that read a key, for keys that not every rollout reads.
 READERS = {
     "gpu_memory_utilization": ("embedded", "vllm", "sglang"),
     "quantization": ("embedded",),
@@ -42,7 +42,7 @@ READERS = {
     "update_weights_delta": ("embedded", "hf"),
     "update_weights_adapters": ("embedded", "hf", "vllm"),
     "max_num_batched_tokens": ("embedded", "vllm", "sglang"),
-    # SGLang's log-probs would be those behind them.
+    # SGLang reports log-probs after these were applied; the policy's log-probs are those before.
     **dict.fromkeys(
         ("repetition_penalty", "min_tokens", "val_kwargs.repetition_penalty", "val_kwargs.min_tokens"),
         ("embedded", "hf", "vllm"),
@@ -50,13 +50,13 @@ READERS = {
     "engine_kwargs.vllm": ("vllm",),
     "engine_kwargs.sglang": ("sglang",),
 }
-# Those of them that change how fast answers come, and no answer.
+# The keys among these that change the speed of generation and no response.
 SPEED_KEYS = (
     "gpu_memory_utilization", "enforce_eager", "enable_chunked_prefill", "max_num_batched_tokens", "load_format",
 )  # fmt: skip
-# The ranks of adapters that vLLM has room for.
+# The LoRA ranks that vLLM allows for its adapter buffers.
 VLLM_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# What some of them do without being told: what else was asked for there would change nothing.
+# Keys that a rollout does not need, with the reason.
 FROM_TRAINER = "the trainer's weights are its first ones"
 UNNEEDED = {
     "embedded": {"load_format": FROM_TRAINER},
@@ -65,7 +65,7 @@ UNNEEDED = {
 
 
 def shares_weights(config: "PPOConfig") -> bool:
-    """Whether the rollout generates with the trainer's own module, so that no weights are sent."""
+    """Return whether the rollout generates with the trainer's own module, so that no weights are sent."""
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     return (
         policy.hybrid_engine
@@ -79,7 +79,11 @@ def shares_weights(config: "PPOConfig") -> bool:
 
 
 def sends_buckets(config: "PPOConfig") -> bool:
-    """Whether weights travel in buckets: not those of FSDP1 with adapters, whose tensors come whole one by one."""
+    """Return whether weight sync sends the weights in buckets.
+
+    Weight sync has no buckets if the rollout shares the trainer's weights. It has none either for sharded FSDP1 with
+    adapters in a colocated embedded or hf rollout: there full tensors are sent one by one.
+    """
     policy = config.actor_rollout_ref
     return not shares_weights(config) and not (
         policy.hybrid_engine
@@ -92,7 +96,11 @@ def sends_buckets(config: "PPOConfig") -> bool:
 
 
 def sends_adapters(config: "PPOConfig") -> bool:
-    """Whether adapters could travel without their base: merged in place they need not, streamed they cannot."""
+    """Return whether weight sync can send LoRA adapters without the base weights.
+
+    It is not needed if a colocated rollout merges adapters in place. It is impossible if full tensors are streamed
+    without buckets.
+    """
     policy = config.actor_rollout_ref
     is_apart = not policy.hybrid_engine or policy.rollout.name == "vllm"
     is_sharded = policy.actor.whole_dtype(config.trainer.world_size) is None
@@ -108,9 +116,9 @@ SENDS_WEIGHTS = fact(
 )
 SENDS_BUCKETS = fact("weights that are sent to a rollout in buckets", _PLACEMENT, sends_buckets)
 SENDS_ADAPTERS = fact("adapters that are sent to a rollout (LoRA)", (*_LORA, *_PLACEMENT), sends_adapters)
-# Without tools no text of the model is a call.
+# Keys of tool calls have an effect only if there are tools.
 HAS_TOOLS = any_of(is_set(".tools"), is_set(".tool_config_path"))
-# Said of training and of validation alike.
+# Documentation of keys that training and validation share.
 MIN_P = "Sample from tokens with at least this share of the likeliest one's probability."
 PENALTY = "Divide the logits of tokens that prompt or answer already hold by this (multiply negative ones); 1: none."
 MIN_TOKENS = "Fewest tokens of an answer: neither end tokens nor stop texts end it before."
@@ -323,20 +331,23 @@ class RolloutConfig:
 
     @property
     def rounds(self) -> bool:
-        """Whether answers come from another policy than the trainer's, for the sake of speed."""
+        """True if the rollout computes in FP8 or has an FP8 KV cache, so that its policy differs from the trainer's."""
         return self.quantization is not None or self.kv_cache_dtype != "auto"
 
     @property
     def policy_temperature(self) -> float:
-        """The temperature at which the policy is trained: that of sampling (greedy generation trains at 1)."""
+        """The temperature of the trained log-probs: the sampling temperature, or 1 with greedy generation."""
         return self.temperature if self.do_sample and self.temperature > 0 else 1.0
 
     @property
     def replica_size(self) -> int:
-        """Ranks that are one rollout: with spread experts the same ones that matrices are cut over, if they are."""
+        """The number of ranks of one rollout replica.
+
+        Tensor parallelism and expert parallelism use the same ranks, so that the larger size counts.
+        """
         return max(self.tensor_model_parallel_size, self.expert_parallel_size)
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the engine has processes of its own, so that one rank of a replica speaks for all of them."""
+        """True if the engine runs in processes of its own. Then one rank of a replica sends all requests to it."""
         return self.name == "sglang" or (self.name == "vllm" and bool(self.as_server))

@@ -1,4 +1,4 @@
-"""Printing a config: the tree as YAML with where each value came from, and a run's sizes in a few lines."""
+"""Printing of a config: the tree as YAML with the source of each value, and a short summary of a run's sizes."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -18,11 +18,14 @@ ONE_LINE = 1 << 30  # characters
 
 
 class _Quick(quick_yaml.Dumper):
-    """Quotes strings such as 1e-3, which recipes would read back as numbers though plain YAML 1.1 would not."""
+    """A libyaml dumper that also quotes strings such as `1e-3`.
+
+    YAML 1.1 reads an unquoted `1e-3` as a string, but recipes would read it as a number.
+    """
 
 
 class _Slow(yaml.SafeDumper):
-    """The same."""
+    """The Python dumper with the behaviour of `_Quick`, for values that libyaml refuses."""
 
 
 for _dumper in (_Quick, _Slow):
@@ -32,7 +35,11 @@ for _dumper in (_Quick, _Slow):
 
 
 def to_yaml(config: Any, sources: Mapping[str, str] | None = None, only: str = "", docs: bool = False) -> str:
-    """The config as a YAML recipe that gives it back; `sources` and `docs` become comments, `only` limits it."""
+    """Write a config as a YAML recipe, from which the same config can be loaded.
+
+    `sources` (the source of each key) and `docs` (each key's documentation) become comments. `only` selects the keys
+    under a dotted prefix; a `ConfigError` is raised if there are none.
+    """
     prefix = canonical(only.rstrip("."))
     known = leaves(type(config))
     chosen = [leaf for leaf in known.values() if not prefix or f"{leaf.name}.".startswith(f"{prefix}.")]
@@ -43,7 +50,7 @@ def to_yaml(config: Any, sources: Mapping[str, str] | None = None, only: str = "
 
 
 def as_recipe(config: Any) -> dict[str, Any]:
-    """What the whole of that recipe holds, without the long way through its text."""
+    """Return the values of `to_yaml`'s whole recipe as nested dicts, without writing and parsing its text."""
     recipe: dict[str, Any] = {}
     for leaf in leaves(type(config)).values():
         *path, last = leaf.name.split(".")
@@ -72,7 +79,10 @@ def _lines(config: Any, chosen: list[Leaf], sources: Mapping[str, str] | None, d
 
 
 def _value_and_remark(config: Any, leaf: Leaf, sources: Mapping[str, str] | None) -> tuple[Any, str]:
-    """A follower is written as null: whoever changes what it follows in the printed recipe changes it too."""
+    """Return the value of a key for the printed recipe, and a remark on its source.
+
+    The value is null if the key follows another key. Then a change of that other key in the recipe changes both.
+    """
     value, source = get_value(config, leaf.name), (sources or {}).get(leaf.name, "")
     follows = leaf.info.follows
     if (
@@ -85,13 +95,13 @@ def _value_and_remark(config: Any, leaf: Leaf, sources: Mapping[str, str] | None
 
 
 def yaml_value(value: Any) -> str:
-    """One value on one line of YAML."""
+    """Write a value as YAML on a single line."""
     text = quick_yaml.as_text(_escaped(value), _Quick, _Slow, default_flow_style=True, width=ONE_LINE)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _escaped(value: Any) -> Any:
-    """With `${` written so that a recipe reads it as these two characters, not as a reference to another key."""
+    """Escape `${` in all strings of a value, so that a recipe does not read it as a reference to another key."""
     if isinstance(value, Mapping):
         return {name: _escaped(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -100,7 +110,7 @@ def _escaped(value: Any) -> Any:
 
 
 def summary_lines(config: PPOConfig | SupervisedConfig) -> list[str]:
-    """Layout and batch units in words, for printing once at the start of a run."""
+    """Describe a run's processes, layouts, batch sizes and folder, for printing once at its start."""
     trainer = config.trainer
     first = (
         f"processes: {count(trainer.nnodes, 'node')} * {trainer.n_gpus_per_node} = {trainer.world_size}, "
@@ -127,7 +137,10 @@ def summary_lines(config: PPOConfig | SupervisedConfig) -> list[str]:
 
 
 def _scoring_lines(config: PPOConfig) -> list[str]:
-    """Where the models are that say something of what the policy does."""
+    """Describe the layout and devices of the critic, the reward model, the reference and the judge.
+
+    The reference and the judge are described only if they have devices of their own.
+    """
     found = {"critic": config.critic} if uses_critic(config.critic, config.algorithm.adv_estimator) else {}
     scored = {"reward model": config.reward_model} if config.reward_model.enable else {}
     lines, ref = [], config.actor_rollout_ref.ref

@@ -1,4 +1,4 @@
-"""`SFTConfig`: the whole config of `meshrl sft`, and what it shares with `meshrl prefer`."""
+"""The whole configs of `meshrl sft` (`SFTConfig`) and `meshrl prefer` (`PreferenceConfig`), and their shared parts."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ from meshrl.config.engine import CheckpointConfig, EngineConfig, ModelConfig, Op
 from meshrl.config.keys import LARGEST_SEED, MOST_ROWS, MOST_TOKENS, changed_keys, equals, fact, key, section
 from meshrl.config.trainer import RayInitConfig, RunConfig
 
-# Whole conversations hold their prompts.
+# With `data.messages_key`, the prompts are inside whole conversations.
 HAS_PROMPTS = fact(
     "prompts in a column of their own, without `data.messages_key`",
     ("data.messages_key",),
@@ -18,7 +18,7 @@ HAS_PROMPTS = fact(
 
 @dataclass
 class SequenceDataConfig:
-    """What demonstrations and answers that were compared or judged have in common."""
+    """The `data` keys that supervised fine-tuning and preference learning (pairs or KTO) share."""
 
     train_files: list[str] = key([], "What to learn: parquet or jsonl files, or folders of saved HF datasets.")
     val_files: list[str] = key([], "Held-out rows; without them there is no validation.")
@@ -97,7 +97,7 @@ class SupervisedRunConfig(RunConfig):
 
 @dataclass
 class SupervisedConfig:
-    """A run that learns from a file instead of its own answers."""
+    """The shared config of runs that learn from files instead of generated responses: `meshrl sft` and `prefer`."""
 
     data: SequenceDataConfig = section(SequenceDataConfig, "What to learn from.")
     model: ModelConfig = section(ModelConfig, "The model.")
@@ -111,22 +111,22 @@ class SupervisedConfig:
 
     @property
     def noun(self) -> str:
-        """What a row of the data is."""
+        """The noun for a row of the data in messages, in the singular."""
         return "sequence"
 
     @property
     def sequences_per_row(self) -> int:
-        """How many sequences a row of the data becomes, which stay together."""
+        """The number of sequences of one row of the data. They stay in one micro-batch."""
         return 1
 
     @property
     def trains_scores(self) -> bool:
-        """Whether the model becomes a reward model."""
+        """True if the run trains a reward model."""
         return False
 
     @property
     def longest_sequence(self) -> int:
-        """Most tokens of a sequence that the model reads: a score is that of one token more."""
+        """The largest number of tokens of a sequence that the model reads. A reward model reads one token more."""
         return self.data.max_length + int(self.trains_scores)
 
 
@@ -135,10 +135,10 @@ class SFTConfig(SupervisedConfig):
     data: SFTDataConfig = section(SFTDataConfig, "The demonstrations.")
 
 
-# `PreferenceConfig`: the whole config of `meshrl prefer`, which learns which answers are better, or good.
+# `PreferenceConfig`: the whole config of `meshrl prefer`.
 
-# As in `meshrl.algorithms`: the loss of answers that were judged one by one, that of a reward model, the losses that
-# compare a policy with a reference, and all of them.
+# Names of losses in `meshrl.algorithms`: the loss of answers with single labels (KTO), the loss of a reward model, the
+# losses that compare a policy with a reference, and all losses.
 JUDGED, REWARD = "kto", "reward"
 WITH_REFERENCE = ("dpo", "ipo", "hinge", JUDGED)
 PREFERENCE_LOSSES = (*WITH_REFERENCE, "simpo", "orpo", REWARD)
@@ -179,7 +179,7 @@ class PreferenceLossConfig:
 
     @property
     def options(self) -> dict[str, float]:
-        """The numbers in the loss of a pair, or of a judged answer."""
+        """The parameters of the loss, as keyword arguments: of a KTO loss, or of a loss of pairs."""
         if self.name == JUDGED:
             names = ("beta", "desirable_weight", "undesirable_weight")
         else:
@@ -188,7 +188,7 @@ class PreferenceLossConfig:
 
     @property
     def likelihood_weight(self) -> float:
-        """How much the log-likelihood of chosen answers counts: it is a part of orpo."""
+        """The weight of the chosen answers' log-likelihood. It is 1 for ORPO, whose loss contains it."""
         return 1.0 if self.name == "orpo" else self.sft_weight
 
 
@@ -212,37 +212,40 @@ class PreferenceConfig(SupervisedConfig):
 
     @property
     def noun(self) -> str:
-        """What a row of the data is."""
+        """The noun for a row of the data in messages, in the singular."""
         return "answer" if self.is_judged else "pair"
 
     @property
     def sequences_per_row(self) -> int:
-        """How many sequences a row of the data becomes, which stay together."""
+        """The number of sequences of one row of the data. They stay in one micro-batch."""
         return 1 if self.is_judged else 2
 
     @property
     def is_judged(self) -> bool:
-        """Whether answers were judged one by one instead of compared."""
+        """True if each row is an answer with a label (KTO), and false if each row is a pair."""
         return self.loss.name == JUDGED
 
     @property
     def has_reference(self) -> bool:
-        """Whether the loss compares the model with another."""
+        """True if the loss compares the policy with a reference."""
         return self.loss.name in WITH_REFERENCE
 
     @property
     def has_second_model(self) -> bool:
-        """Whether that other model is held beside it: adapters that can be switched off need none."""
+        """True if the reference is a second model in memory.
+
+        A policy with adapters needs none unless a path is given: the policy without its adapters is the reference.
+        """
         return self.has_reference and not (self.model.has_adapters and self.reference.path is None)
 
     @property
     def trains_scores(self) -> bool:
-        """Whether the model becomes a reward model."""
+        """True if the run trains a reward model."""
         return self.loss.name == REWARD
 
 
 def preference_problems(config: PreferenceConfig) -> list[str]:
-    """Keys that would silently do nothing with the chosen loss."""
+    """Return one message for each set key that has no effect with the chosen loss or reference."""
     loss, has_reference = config.loss.name, config.has_reference
     unused = {
         "loss.beta": loss == REWARD,

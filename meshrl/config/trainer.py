@@ -1,4 +1,4 @@
-"""`trainer.*` and `ray_init.*`: processes, lengths of the run, logging, deadlines."""
+"""`trainer.*`, `ray_init.*` and `global_profiler.*`: processes, length of the run, logging, deadlines and gates."""
 
 import math
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from meshrl.config.rl import PPOConfig
 
 
-# `trainer.gates.*`: what is watched while a run goes on, and what happens when something is off.
+# `trainer.gates.*`: health checks during a run, and the action if a check fails.
 
 ACTIONS = ("off", "warn", "stop")
 GATES = ("first_step", "log_prob_diff", "non_finite", "entropy_collapse", "equal_rewards")
 CORRECTION = "algorithm.rollout_correction"
-# Only with the rollout's own log-probs is there something to compare the trainer's with.
+# A comparison of log-probs needs those of the rollout.
 COMPARES = equals(f"{ROLLOUT}.calculate_log_probs", True)
 
 
@@ -96,7 +96,7 @@ class GatesConfig:
 
 
 def gate_problems(config: "PPOConfig") -> list[str]:
-    """Gates that could not see what they are to stop for, and limits that say nothing or cannot hold."""
+    """Check the gates: a gate that stops the run must have its data, and limits must be valid."""
     gates = config.trainer.gates
     problems = limit_problems(gates)
     if gates.first_step == "stop" and not config.actor_rollout_ref.rollout.calculate_log_probs:
@@ -108,7 +108,7 @@ def gate_problems(config: "PPOConfig") -> list[str]:
 
 
 def limit_problems(gates: GatesConfig) -> list[str]:
-    """Entries of `trainer.gates.limits` that say nothing or cannot hold."""
+    """Return one message for each invalid entry of `trainer.gates.limits`."""
     return [problem for name, entry in gates.limits.items() if (problem := _limit_problem(str(name), entry))]
 
 
@@ -129,7 +129,7 @@ def _limit_problem(name: str, entry: Any) -> str | None:
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
 LOGGERS = ("console", "file", *TRACKERS)
-# The names of project and run are in the run's folder, unless one is given, and on trackers' pages.
+# The names of project and run appear on trackers' pages, and in the run's folder unless that is set.
 
 
 @dataclass
@@ -144,7 +144,7 @@ class DeadlinesConfig:
 
 @dataclass
 class RunConfig:
-    """What `meshrl train` and `meshrl sft` share."""
+    """The `trainer` keys that `meshrl train`, `meshrl sft` and `meshrl prefer` share."""
 
     nnodes: int = key(1, "Machines; more than one needs backend=ray.", low=1, high=MOST_RANKS)
     n_gpus_per_node: int = key(
@@ -237,22 +237,22 @@ class RunConfig:
 
     @property
     def world_size(self) -> int:
-        """Worker processes over all machines."""
+        """The number of worker processes over all machines."""
         return self.nnodes * self.n_gpus_per_node
 
     @property
     def processes(self) -> list[int]:
-        """Worker processes on each machine."""
+        """The number of worker processes on each machine, one entry per machine."""
         return [self.n_gpus_per_node] * self.nnodes
 
     @property
     def checkpoints_to_keep(self) -> int | None:
-        """How many checkpoints stay; None: all."""
+        """The number of newest checkpoints to keep, or None to keep all."""
         return self.max_ckpt_to_keep
 
     @property
     def run_dir(self) -> str:
-        """The folder this run writes to."""
+        """The folder to which the run writes: `default_local_dir`, or one from the names of project and run."""
         return self.default_local_dir or f"outputs/{self.project_name}/{self.experiment_name}"
 
 
@@ -288,7 +288,7 @@ class TrainerConfig(RunConfig):
 
     @property
     def checkpoints_to_keep(self) -> int | None:
-        """How many checkpoints stay: actor and critic go together. None: all."""
+        """The number of newest checkpoints to keep, or None to keep all. Actor and critic are kept together."""
         return self.max_ckpt_to_keep or self.max_actor_ckpt_to_keep or self.max_critic_ckpt_to_keep
 
 

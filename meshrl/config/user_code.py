@@ -1,4 +1,9 @@
-"""Loading what a user names: a module, or a function by file (or module) and name; and whether it can be called."""
+"""Loading of user code, checks that it can be called, and JSON schemas of its parameters.
+
+* `load_function`, `load_by_path`, `import_code`: import a module or file, and find a function in it.
+* `call_problem`, `argument_problem`, `reward_call_problem`, ...: check a signature before a run starts.
+* `function_schema`, `read_docstring`: the schema of a tool, from its type hints and docstring.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-# What every reward function gets, by its name for one sample and for many, and what it gets if its signature names it.
+# Arguments of reward functions: the name for one sample and the name for a batch. A function gets those in `PLURALS`
+# always, and those in `ON_DEMAND` if its signature names them.
 PLURALS = {
     "data_source": "data_sources",
     "solution_str": "solution_strs",
@@ -28,13 +34,13 @@ PLURALS = {
     "extra_info": "extra_infos",
 }
 ON_DEMAND = {"prompt": "prompts", "response_ids": "response_ids", "turn_rewards": "turn_rewards"}
-# Where code is that is not the user's: this package, and what Python and pip have installed.
+# Places of code that is not the user's: this package, and the libraries of Python and pip.
 PACKAGE = (f"{Path(__file__).parents[1]}{os.sep}", "<frozen ")
 LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def load_function(path: str, name: str) -> Callable[..., Any]:
-    """Import the file or module `path` and return its callable `name`; a `ValueError` says what went wrong."""
+    """Import the file or module `path` and return its callable `name`. Raise `ValueError` if that fails."""
     module = import_code(path)
     function = getattr(module, name, None)
     if function is None:
@@ -46,7 +52,7 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
 
 
 def load_by_path(path: str) -> Any:
-    """What `module:name`, `file.py:name` or `module.name` stands for."""
+    """Load the callable that `module:name`, `file.py:name` or `module.name` refers to."""
     module, colon, name = path.rpartition(":")
     if not colon:
         module, _, name = path.rpartition(".")
@@ -56,7 +62,7 @@ def load_by_path(path: str) -> Any:
 
 
 def import_code(path: str) -> ModuleType:
-    """Import a module, or a file by its path; a `ValueError` says what went wrong."""
+    """Import a module by name or a file by path. Raise `ValueError` with the place in the user's code if that fails."""
     try:
         return _import(path)
     except (Exception, SystemExit) as error:  # a user's module may fail in any way
@@ -65,21 +71,24 @@ def import_code(path: str) -> ModuleType:
 
 
 def own_frames(error: BaseException) -> list[str]:
-    """Where in the user's own code an error arose, as `file:line in function: source`, the innermost place last."""
+    """Return the places of an error's traceback in user code, as `file:line in function: source`, innermost last."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(PACKAGE)]
-    # A function that is itself installed, as part of some package, is still the user's.
+    # If all frames are in installed libraries, the first of them is the user's function, installed as a package.
     own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames[:1]
     return [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in own]
 
 
 def with_absolute_file(place: str) -> str:
-    """`file.py` or `file.py:name` with the file's whole path, as a process in another folder needs it."""
+    """Make the file in `file.py` or `file.py:name` absolute, for processes with another working directory."""
     file, colon, name = place.partition(":")
     return f"{Path(file).resolve()}{colon}{name}" if Path(file).suffix == ".py" else place
 
 
 def call_problem(function: Callable[..., Any], offered: Collection[str], must_take: Collection[str]) -> str | None:
-    """What keeps a function from being called by keyword: what it needs beyond `offered`, or does not take."""
+    """Return the reason that a function cannot be called by keyword, or None.
+
+    A function may not need arguments beyond those in `offered`, and must accept all arguments in `must_take`.
+    """
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # some callables have no signature
@@ -97,7 +106,10 @@ def call_problem(function: Callable[..., Any], offered: Collection[str], must_ta
 
 
 def positional_problem(function: Callable[..., Any], words: str) -> str | None:
-    """Whether a function or class can be called with these arguments, named by their `words`, in this order."""
+    """Return the reason that a function or class cannot be called with these positional arguments, or None.
+
+    `words` describes the arguments in their order, separated by `, `.
+    """
     try:
         inspect.signature(function).bind(*words.split(", "))
     except TypeError as error:
@@ -108,14 +120,17 @@ def positional_problem(function: Callable[..., Any], words: str) -> str | None:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine: an `async def`, or an object with such a `__call__`."""
+    """Return whether a call returns a coroutine: for an `async def`, or an object with an async `__call__`."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def argument_problem(function: Callable[..., Any], kwargs: Mapping[str, Any], label: str) -> str | None:
-    """Keyword arguments that a reward function does not take, or that it needs and is not given."""
+    """Return the problem with the keyword arguments that the config gives to a reward function, or None.
+
+    The problem is an argument that the function does not have, or a required argument that is missing.
+    """
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # some callables have no signature
@@ -134,14 +149,17 @@ def argument_problem(function: Callable[..., Any], kwargs: Mapping[str, Any], la
 
 
 def is_batch_function(function: Callable[..., Any]) -> bool:
-    """Whether a reward function wants many samples at once whatever the manager is: it has `per_batch = True`."""
+    """Return whether a reward function takes a batch of samples with every manager: it has `per_batch = True`."""
     while isinstance(function, functools.partial):
         function = function.func
     return bool(getattr(function, "per_batch", False))
 
 
 def reward_call_problem(function: Callable[..., Any], kwargs: Collection[str], label: str, manager: str) -> str | None:
-    """What keeps a reward function from being called as a manager calls it: by name, for one sample or for many."""
+    """Return the reason that a manager cannot call a reward function, or None.
+
+    Managers call functions by keyword, for one sample or for a batch.
+    """
     forms = {"naive": ([*PLURALS], [*ON_DEMAND]), "batch": ([*PLURALS.values()], [*ON_DEMAND.values()])}
     fits = {
         form: call_problem(function, [*given, *on_demand, *kwargs], given) is None
@@ -193,7 +211,10 @@ _PARAM = re.compile(r"^:param\s+(?:[\w\[\], |.]+\s)?(\w+):\s*(.*)$")
 
 
 def function_schema(function: Callable[..., Any], skip: Sequence[str] = ()) -> dict[str, Any]:
-    """The schema of a function's parameters, without those in `skip`; every parameter needs a type hint."""
+    """Return the JSON schema of a function's parameters except those in `skip`.
+
+    Raise `ValueError` for a parameter without a type hint, or one that cannot be given by name.
+    """
     try:
         hints = typing.get_type_hints(function)
     except NameError as error:
@@ -221,7 +242,7 @@ def function_schema(function: Callable[..., Any], skip: Sequence[str] = ()) -> d
 
 
 def _check_json(schema: dict[str, Any], where: str) -> None:
-    """Chat templates write a schema as JSON, its default and its literals too."""
+    """Raise `ValueError` if a default or literal is not JSON, because chat templates write schemas as JSON."""
     try:
         json.dumps(schema)
     except TypeError as error:
@@ -229,7 +250,7 @@ def _check_json(schema: dict[str, Any], where: str) -> None:
 
 
 def type_schema(hint: Any, where: str) -> dict[str, Any]:
-    """The schema of one type: plain types, lists, dicts, literals and unions of them."""
+    """Return the JSON schema of a type hint: a plain type, list, dict, literal or union. Else raise `ValueError`."""
     if hint in JSON_NAMES:
         return {"type": JSON_NAMES[hint]}
     if hint is Any:
@@ -248,7 +269,10 @@ def type_schema(hint: Any, where: str) -> dict[str, Any]:
 
 
 def read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """What a docstring says of the function, and of each argument (`Args:` sections and `:param x:` lines)."""
+    """Parse a docstring into the function's description and a description of each argument.
+
+    Arguments are described in `Args:` sections or by `:param x:` lines.
+    """
     lines = (inspect.getdoc(function) or "").splitlines()
     text: list[str] = []
     described: dict[str, str] = {}
@@ -270,7 +294,7 @@ def read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
 
 def _read_argument(line: str, last: str, described: dict[str, str]) -> str:
-    """Takes one line of an `Args:` section; returns the argument that it speaks of."""
+    """Read one line of an `Args:` section into `described`. Return the argument that the line describes."""
     depth = len(line) - len(line.lstrip())
     found = _ARGUMENT.match(line.strip())
     if found and (not last or depth <= 4):

@@ -1,4 +1,8 @@
-"""Everything that is checked before a worker starts. Pure Python: no torch, no transformers, no Ray."""
+"""All checks of a config that run before a worker starts. Pure Python: no torch, no transformers, no Ray.
+
+`ensure_runnable`, `check_config`, `check_notes` and `unsupported` are the entry points. The checks of single subjects
+are in the other `validate_*` modules. A check returns one message for each problem.
+"""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -102,12 +106,12 @@ from meshrl.config.validate_training import (
     run_problems,
 )
 
-# Where and in which pieces a critic would run, which is nothing to miss where there is none.
+# Keys of a critic's layout and batch sizes. Without a critic they cause a note and no error, because they do no harm.
 CRITIC_PLACES = (
     "critic.strategy", "critic.fsdp_config.", "critic.megatron.", "critic.ulysses_sequence_parallel_size",
     "critic.ppo_micro_batch_size_per_gpu", "critic.use_dynamic_bsz", "critic.ppo_max_token_len_per_gpu",
 )  # fmt: skip
-# What is read while a model is trained only.
+# Engine keys that are read only if the model is trained.
 TRAINING_KEYS = (
     "grad_clip", "keep_logits_megabytes", "fsdp_config.optimizer_offload", "model.enable_gradient_checkpointing",
     "model.enable_activation_offload", "model.lora_rank", "megatron.use_distributed_optimizer",
@@ -117,7 +121,10 @@ TRAINING_KEYS = (
 
 
 def ensure_runnable(config: PPOConfig | SupervisedConfig, check_files: bool = True) -> None:
-    """Raise one `ConfigError` with all that is unsupported, wrong in the config or, with its files, not installed."""
+    """Raise one `ConfigError` with all problems of a config, if there are any.
+
+    The problems are unsupported keys and failed checks. With `check_files` they include files and missing packages.
+    """
     problems = unsupported(config) + check_config(config, check_files)
     problems += package_problems(config) if check_files else []
     if problems:
@@ -125,17 +132,20 @@ def ensure_runnable(config: PPOConfig | SupervisedConfig, check_files: bool = Tr
 
 
 def check_config(config: PPOConfig | SupervisedConfig, check_files: bool = True) -> list[str]:
-    """All problems of a config, a line each; `check_files` also looks at data, model folder and reward function."""
+    """Return all problems of a config, one line each.
+
+    With `check_files` the data files, the model folders, the reward functions and other user code are checked as well.
+    """
     return [line for line in _checked(config, check_files) if not isinstance(line, Note)]
 
 
 def _checked(config: PPOConfig | SupervisedConfig, check_files: bool) -> list[str]:
-    """Problems, and notes on keys without effect that do no harm."""
+    """Return all problems of a config, and a `Note` for each key that has no effect and does no harm."""
     config = copy.deepcopy(config)
     fill_followers(config)
     problems = [problem for _, problem in value_problems(config)]
     if problems:
-        return problems  # the checks below count on numbers in their ranges
+        return problems  # the checks below rely on numbers in their ranges
     return (
         _check_supervised(config, check_files)
         if isinstance(config, SupervisedConfig)
@@ -144,7 +154,7 @@ def _checked(config: PPOConfig | SupervisedConfig, check_files: bool) -> list[st
 
 
 def check_notes(config: PPOConfig | SupervisedConfig, sources: Mapping[str, str]) -> list[str]:
-    """Keys that were written and do nothing here, but could do no harm either: a line each."""
+    """Return one line for each set key that has no effect and does no harm. `sources` has the source of each key."""
     config = copy.deepcopy(config)
     fill_followers(config)
     notes = checkpoint_notes(config)
@@ -162,8 +172,8 @@ def check_notes(config: PPOConfig | SupervisedConfig, sources: Mapping[str, str]
             for key, why in UNNEEDED.get(rollout.name, {}).items()
             for name in changed_keys(config, f"{ROLLOUT}.{key}")
         ]
-    # A default that somebody wrote is what happens anyway; said of a key that nothing reads, it is worth a word.
-    # A file may be all of a config, as `meshrl config` prints it.
+    # A key without effect deserves a note even if the command line sets it to its default. Keys in a file do not count,
+    # because a file may hold the whole config, as `meshrl config` prints it.
     written = {name for name, source in sources.items() if source == COMMAND_LINE}
     if {f"{ACTOR}.clip_ratio{end}" for end in ("", "_low", "_high")} <= written:
         notes.append(
@@ -171,7 +181,7 @@ def check_notes(config: PPOConfig | SupervisedConfig, sources: Mapping[str, str]
         )
     if isinstance(config, PPOConfig) and f"{ROLLOUT}.enable_prefix_caching" in written:
         notes += _prefix_notes(config)
-    # What is switched off by its own word asks for nothing.
+    # A switch that is set to false requests nothing.
     written -= {name for name in written if name.endswith(".enable") and not get_value(config, name)}
     known = _checked(config, check_files=False)
     with counted_as_changed(written):
@@ -179,7 +189,7 @@ def check_notes(config: PPOConfig | SupervisedConfig, sources: Mapping[str, str]
         more = _checked(config, check_files=False)
     problems = [line for line in known if not isinstance(line, Note)]
     found = [line for line in [*known, *more] if line not in problems]
-    # What a file of verl chooses for all of its scripts is nothing that somebody wrote.
+    # Keys that one of verl's own config files sets were not written by the user.
     chosen = tuple(f"{name} has no effect" for name, source in sources.items() if source in VERL_CONFIGS)
     by_key = {line.partition(" has no effect")[0]: str(line) for line in [*notes, *found]}  # one reason for each key
     return [line for line in by_key.values() if not line.startswith(chosen)]
@@ -259,7 +269,10 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
 
 
 def _shape_of(model: ModelConfig) -> dict[str, Any]:
-    """What config.json says; nothing where it cannot be read, which is said where the model is checked."""
+    """Return the values of a model's config.json, or an empty dict if it cannot be read.
+
+    `model_problems` reports a file that cannot be read.
+    """
     try:
         return read_model_config(model)
     except ValueError:
@@ -267,7 +280,7 @@ def _shape_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def _generation_problems(config: PPOConfig) -> list[str]:
-    """What the engines of the rollout and of the judge would compute otherwise than the model's own forward."""
+    """Return one message for each generation engine (rollout or judge) that cannot reproduce its model's log-probs."""
     model, name, judge = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.name, config.reward.judge
     problems = _engine_problems(name, _shape_of(model), f"{ROLLOUT}.name")
     if judge.path is not None:
@@ -285,7 +298,7 @@ def _generation_problems(config: PPOConfig) -> list[str]:
 
 
 def gpu_generation_problems(config: PPOConfig) -> list[str]:
-    """Models that the embedded rollout, or the judge, generates with on a CPU only."""
+    """Return one message for each model that the embedded engine (rollout or judge) supports on a CPU only."""
     policy, judge = config.actor_rollout_ref, config.reward.judge
     asked = {f"{ROLLOUT}.name": (policy.rollout.name, policy.model)}
     if judge.path is not None:
@@ -299,7 +312,7 @@ def gpu_generation_problems(config: PPOConfig) -> list[str]:
 
 
 def _engine_problems(engine: str, shape: dict[str, Any], key: str) -> list[str]:
-    """By the table of families, what an engine cannot generate with."""
+    """Check by the table of families that an engine can generate with a model. `key` sets the engine."""
     if "model_type" not in shape or (why := engine_problem(engine, shape)) is None:
         return []
     others = [name for name in ("hf", "vllm", "sglang") if engine_problem(name, shape) is None]
@@ -307,7 +320,7 @@ def _engine_problems(engine: str, shape: dict[str, Any], key: str) -> list[str]:
 
 
 def _prefix_notes(config: PPOConfig) -> list[str]:
-    """Prefix caching that somebody asked for and a model with states cannot have."""
+    """Return a note if prefix caching is requested for a model with linear attention, which does not support it."""
     rollout, kind = config.actor_rollout_ref.rollout, _shape_of(config.actor_rollout_ref.model).get("model_type")
     if rollout.name != "embedded" or not rollout.enable_prefix_caching or kind not in GATED_DELTA:
         return []
@@ -318,7 +331,10 @@ def _prefix_notes(config: PPOConfig) -> list[str]:
 
 
 def _reference_file_problems(config: PPOConfig) -> list[str]:
-    """A reference of its own is read by the policy's tokenizer and run by the actor's engine."""
+    """Check the model folder of a reference with its own path or devices, for the engine that runs it.
+
+    The reference reads the policy's token ids, so that it needs no tokenizer.
+    """
     ref, actor = config.actor_rollout_ref.ref, config.actor_rollout_ref.actor
     path, is_apart = ref.model.path, ref.has_own_devices
     if path is None and not is_apart:
@@ -332,7 +348,7 @@ def _reference_file_problems(config: PPOConfig) -> list[str]:
 
 
 def _critic_problems(config: PPOConfig, check_files: bool) -> list[str]:
-    """A critic is checked as the policy is; without one its settings would silently do nothing."""
+    """Check the critic's engine, optimizer, token budget and model. Without a critic its keys must not be set."""
     critic, estimator = config.critic, config.algorithm.adv_estimator
     if estimator in ESTIMATORS and (estimator == "gae") != uses_critic(critic, estimator):
         return [
@@ -380,13 +396,13 @@ def _critic_problems(config: PPOConfig, check_files: bool) -> list[str]:
         problems += model_problems(
             _read_by_ids(critic.model, config), "critic.model", critic, "critic", longest, words, scores=True
         )
-    elif check_files:  # it begins as the policy, which is looked at by itself
+    elif check_files:  # the critic starts from the policy's model, which has its own checks
         problems += scoring_problems(_shape_of(config.actor_rollout_ref.model), "critic.model")
     return problems
 
 
 def _read_by_ids(model: ModelConfig, config: PPOConfig) -> ModelConfig:
-    """A model that gets the policy's token ids needs no tokenizer of its own."""
+    """Return the model config with the policy's tokenizer, for a model that reads the policy's token ids."""
     policy = config.actor_rollout_ref.model
     return replace(model, tokenizer_path=model.tokenizer_path or policy.tokenizer_path or policy.path)
 
@@ -458,7 +474,10 @@ def _check_supervised(config: SupervisedConfig, check_files: bool) -> list[str]:
 
 
 def _token_budget_problems(config: PPOConfig) -> list[str]:
-    """Micro-batches cut by tokens must hold the longest sample; those cut by samples need a number."""
+    """Check the micro-batches of the actor, of the old log-probs and of the reference.
+
+    Micro-batches that are cut by tokens must hold the longest sample. Those cut by samples need a number of samples.
+    """
     actor = config.actor_rollout_ref.actor
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     problems = []
@@ -502,7 +521,7 @@ def _file_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
 
 
 def unsupported(config: Any) -> list[str]:
-    """Keys that are set to something which is declared but not built yet, a line each."""
+    """Return one line for each set key or combination that is declared but not implemented yet."""
     return [*_unsupported(config), *(split_engine_problems(config) if isinstance(config, PPOConfig) else [])]
 
 

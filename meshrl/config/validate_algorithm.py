@@ -1,4 +1,4 @@
-"""What must hold between an algorithm and the rest of the config."""
+"""Checks of the algorithm: estimators, losses, rollout correction, reference, and user code that implements them."""
 
 import copy
 import math
@@ -30,12 +30,13 @@ ROLLOUT_RS_MODES = (
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
     "seq_mean_k3", "seq_max_k2", "seq_max_k3",
 )  # fmt: skip
-# The losses that clip the ratio, and those that also bound it at negative advantages (`clip_ratio_c`).
+# The losses that also bound the ratio at negative advantages (`clip_ratio_c`).
 DUAL_CLIP = ("vanilla", "decoupled", "icepop", "m2po", "dppo_tv", "dppo_kl")
-# Those that need to know of the old policy's log-probs over the whole mini-batch.
+# The losses that need the old policy's log-probs over the whole mini-batch.
 COVARIANCE_LOSSES = ("clip_cov", "kl_cov", "m2po")
+# The losses that clip the ratio.
 CLIPPED = (*DUAL_CLIP, "gspo", "geo_mean", "cispo", "clip_cov")
-# Keys that some estimators or some losses read, and which.
+# Keys that only some estimators read, with these estimators.
 ESTIMATOR_KEYS = {
     "algorithm.gamma": ("gae", "reinforce_plus_plus"),
     "algorithm.lam": ("gae",),
@@ -44,10 +45,11 @@ ESTIMATOR_KEYS = {
     "algorithm.gdpo_reward_keys": ("gdpo",),
     "algorithm.gdpo_reward_weights": ("gdpo",),
 }
-# It weighs the values of a critic, which is not there.
+# Keys without effect that cause a note and no error. `lam` weighs a critic's values, and there is no critic.
 HARMLESS_ESTIMATOR_KEYS = ("algorithm.lam",)
-# A bound beyond the one that the loss has: without it nothing is unbounded.
+# `clip_ratio_c` is an additional bound: a loss that does not read it has another bound.
 HARMLESS_LOSS_KEYS = ("clip_ratio_c",)
+# Keys of the actor that only some losses read, with these losses.
 LOSS_KEYS = {
     "clip_ratio": CLIPPED,
     "clip_ratio_low": CLIPPED,
@@ -69,7 +71,10 @@ LOSS_KEYS = {
 
 
 def has_old_log_prob_pass(config: PPOConfig) -> bool:
-    """Whether the trainer computes log-probs of its own before the update; an estimator of one's own may need them."""
+    """Return whether the trainer computes old log-probs in a pass of its own before the update.
+
+    The result is true for an estimator of the user, because it may need them.
+    """
     algorithm, actor, correction = config.algorithm, config.actor_rollout_ref.actor, correction_of(config)
     if correction.bypass_mode:
         return False
@@ -89,7 +94,10 @@ def has_old_log_prob_pass(config: PPOConfig) -> bool:
 
 
 def first_kl_problems(config: PPOConfig) -> list[str]:
-    """A bound of the first KL, where the update is the first to compute log-probs: it compares them with themselves."""
+    """Return a message if `trainer.gates.on_policy_kl` has no effect, because no KL exists before the first update.
+
+    That is the case without a separate pass for old log-probs.
+    """
     given = changed_keys(config, "trainer.gates.on_policy_kl")
     if not given or config.trainer.gates.first_step == "off" or has_old_log_prob_pass(config):
         return []
@@ -100,7 +108,7 @@ def first_kl_problems(config: PPOConfig) -> list[str]:
 
 
 def distillation_problems(config: PPOConfig) -> list[str]:
-    """What learning from a teacher asks for, and what it leaves without effect."""
+    """Check the keys of distillation: it needs a teacher's path, and some keys of rewards contradict it."""
     algorithm, ref = config.algorithm, config.actor_rollout_ref.ref
     if not has_teacher(config):
         return []
@@ -120,7 +128,7 @@ def distillation_problems(config: PPOConfig) -> list[str]:
 
 
 def estimator_problems(config: PPOConfig) -> list[str]:
-    """What single estimators ask for."""
+    """Check the requirements of single estimators: gdpo, the optimal token baselines and remax."""
     algorithm, name = config.algorithm, config.algorithm.adv_estimator
     problems = []
     if name == "gdpo":
@@ -152,7 +160,10 @@ def estimator_problems(config: PPOConfig) -> list[str]:
 
 
 def idle_key_problems(config: PPOConfig) -> list[str]:
-    """Keys that the chosen estimator and the chosen loss do not read; those of your own may read any."""
+    """Return one message for each set key that the chosen estimator or loss does not read.
+
+    An estimator or loss of the user may read any key.
+    """
     changed, estimator, loss = changed_keys(config), config.algorithm.adv_estimator, effective_loss(config)
     problems: list[str] = [
         (Note if key in HARMLESS_ESTIMATOR_KEYS else str)(
@@ -177,7 +188,8 @@ def idle_key_problems(config: PPOConfig) -> list[str]:
         problems.append(f"{ACTOR}.policy_loss.loss_kwargs is for a loss of your own, not for {loss}")
     if not config.actor_rollout_ref.actor.use_kl_loss:
         why = f"has no effect without {ACTOR}.use_kl_loss=true"
-        if config.actor_rollout_ref.actor.kl_loss_coef != 0 and f"{ACTOR}.kl_loss_coef" in changed:  # 0 says the same
+        # A coefficient of 0 also means no KL loss.
+        if config.actor_rollout_ref.actor.kl_loss_coef != 0 and f"{ACTOR}.kl_loss_coef" in changed:
             problems.append(f"{ACTOR}.kl_loss_coef {why}")
         if f"{ACTOR}.kl_loss_type" in changed:
             problems.append(Note(f"{ACTOR}.kl_loss_type {why}"))
@@ -185,7 +197,7 @@ def idle_key_problems(config: PPOConfig) -> list[str]:
 
 
 def filter_groups_problems(config: PPOConfig) -> list[str]:
-    """Dynamic sampling, and the keys that only it reads."""
+    """Check dynamic sampling (`filter_groups`). Without it, keys that only dynamic sampling reads must not be set."""
     filters, rollout = config.algorithm.filter_groups, config.actor_rollout_ref.rollout
     if not filters.enable:
         changed = [*changed_keys(config, "algorithm.filter_groups."), *changed_keys(config, "data.gen_batch_size")]
@@ -206,7 +218,7 @@ def filter_groups_problems(config: PPOConfig) -> list[str]:
 
 
 def _metric_problems(config: PPOConfig) -> list[str]:
-    """A metric of dynamic sampling that no reward function will return."""
+    """Return a message if no reward function returns the metric of dynamic sampling."""
     metric, numbers = config.algorithm.filter_groups.metric, _numbers_of_samples(config)
     if metric is None or numbers is None or metric in (*WHOLE_SCORE, *numbers):
         return []
@@ -215,7 +227,7 @@ def _metric_problems(config: PPOConfig) -> list[str]:
 
 
 def _component_problems(config: PPOConfig) -> list[str]:
-    """Rewards of GDPO that no reward function will return."""
+    """Return a message if no reward function returns some of the rewards that GDPO normalises."""
     numbers = _numbers_of_samples(config)
     unknown = [name for name in config.algorithm.gdpo_reward_keys if numbers is not None and name not in numbers]
     if not unknown:
@@ -226,7 +238,11 @@ def _component_problems(config: PPOConfig) -> list[str]:
 
 
 def _numbers_of_samples(config: PPOConfig) -> list[str] | None:
-    """What is known of each sample beside its score; None where code of the user's may tell anything."""
+    """Return the names of the numbers that each sample has in addition to its score.
+
+    The result is None if they are unknown, because a reward function, manager, tool or environment of the user may
+    add any number.
+    """
     manager = config.reward_manager
     numbers = reward_numbers(config.reward, config.custom_reward_function, config.reward_model.enable)
     has_own_code = manager.name not in MANAGERS or config.actor_rollout_ref.rollout.multi_turn.enable
@@ -238,7 +254,10 @@ def _numbers_of_samples(config: PPOConfig) -> list[str] | None:
 
 
 def reference_problems(config: PPOConfig) -> list[str]:
-    """Keys of a reference that is not there, or that is the policy without its adapters."""
+    """Check the keys of the reference: a reference must be used, and updates must be possible.
+
+    The reference of a policy with adapters is the policy without its adapters, which cannot be updated.
+    """
     ref, model = config.actor_rollout_ref.ref, config.actor_rollout_ref.model
     asked = {f"{REF}.model.path": ref.model.path, f"{REF}.update_every": ref.update_every, f"{REF}.nnodes": ref.nnodes}
     asked = {name: value for name, value in asked.items() if value}
@@ -265,7 +284,10 @@ def reference_problems(config: PPOConfig) -> list[str]:
 
 
 def bypass_problems(config: PPOConfig) -> list[str]:
-    """Which losses and corrections go with `rollout_correction.bypass_mode`, where there are two policies only."""
+    """Check that the loss and the rollout correction are compatible with `rollout_correction.bypass_mode`.
+
+    In bypass mode there are two policies instead of three: the rollout's log-probs are the old log-probs.
+    """
     correction, loss = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
     if not correction.bypass_mode:
         problems = []
@@ -290,12 +312,12 @@ def bypass_problems(config: PPOConfig) -> list[str]:
 
 
 def threshold_problems(config: PPOConfig) -> list[str]:
-    """Bounds and modes of the rollout correction that cannot be read."""
+    """Check the thresholds and modes of the rollout correction: known modes, valid bounds, a bound for each mode."""
     correction = config.algorithm.rollout_correction
     problems = _bound_problems(f"{CORRECTION}.rollout_is_threshold", str(correction.rollout_is_threshold), True)
     if correction.rollout_is_batch_normalize and correction.bypass_mode:
         problems.append(f"{CORRECTION}.rollout_is_batch_normalize needs the whole batch: bypass_mode must be false")
-    # Losses that weigh by the plain ratio have a message of their own.
+    # `algorithm_problems` has a message about losses that weigh by the plain ratio.
     plain_ratio = config.actor_rollout_ref.actor.policy_loss.loss_mode in RATIO_LOSSES
     if not problems and not plain_ratio and correction_of(config).rollout_is is None:
         idle = changed_keys(config, f"{CORRECTION}.rollout_is_")
@@ -328,25 +350,27 @@ def _bound_problems(name: str, text: str, may_be_range: bool) -> list[str]:
 
 
 def bypass_loss(config: PPOConfig) -> bool:
-    """Whether the loss itself compares the policy with the rollout's: a plain clip around it does not need to."""
+    """Return whether the run computes the special loss of bypass mode, instead of a policy loss with a plain clip.
+
+    The special loss computes the correction between policy and rollout itself.
+    """
     correction, loss = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
     asked = correction.loss_type == "reinforce" or correction.rollout_rs is not None or loss == "bypass_mode"
     return correction.bypass_mode and asked
 
 
 def effective_loss(config: PPOConfig) -> str:
-    """The policy loss that is computed: with a loss of bypass mode the one that it builds on."""
+    """Return the policy loss that is computed. For the loss of bypass mode, it is the loss on which that builds."""
     correction, loss = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
     if bypass_loss(config) or loss == "bypass_mode":
         return "gpg" if correction.loss_type == "reinforce" else "vanilla"
     return loss
 
 
-# Estimators and losses of the user's own, and the libraries that register them: there, and fit to be called.
+# Checks of the user's estimators and losses, and of the libraries that register them: importable and callable.
 #
-# What is not known of a user's function is never taken for granted: it may read any key, samples without advantage
-# count
-# unless it was registered with the promise that they don't, and a critic is trained only if `critic.enable` says so.
+# Nothing is assumed about a user's function: it may read any key. Samples without advantage count unless it was
+# registered with the promise that they do not. A critic is trained only if `critic.enable` is true.
 
 Config = TypeVar("Config", bound=PPOConfig | SupervisedConfig)
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
@@ -361,7 +385,7 @@ ESTIMATOR_ARGUMENTS = (
 
 
 def import_external_libs(config: PPOConfig | SupervisedConfig) -> None:
-    """Import what the config asks for before anything else; a `ValueError` names the key."""
+    """Import the modules in `model.external_lib`. Raise `ValueError` with the key if that fails."""
     for name, path in external_libs(config).items():
         try:
             import_code(path)
@@ -370,7 +394,7 @@ def import_external_libs(config: PPOConfig | SupervisedConfig) -> None:
 
 
 def external_lib_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
-    """A library that cannot be imported."""
+    """Return a message if a module in `model.external_lib` cannot be imported."""
     try:
         import_external_libs(config)
     except ValueError as error:
@@ -379,7 +403,10 @@ def external_lib_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
 
 
 def with_absolute_files(config: Config) -> Config:
-    """The config for workers, whose folder may be another: files of the user's own code with their whole paths."""
+    """Return a copy of the config with absolute paths of the user's code files.
+
+    Workers need them, because their working directory may be another one.
+    """
     config = copy.deepcopy(config)
     for name in [*external_libs(config), *([LOSS] if isinstance(config, PPOConfig) else [])]:
         set_value(config, name, with_absolute_file(get_value(config, name)))
@@ -387,7 +414,10 @@ def with_absolute_files(config: Config) -> Config:
 
 
 def own_function_problems(config: PPOConfig) -> list[str]:
-    """Names that nobody registered, and functions that are not there or cannot be called as a run calls them."""
+    """Check the user's estimator, loss and reward manager: registered, importable and callable with a run's arguments.
+
+    The external libraries must have been imported.
+    """
     problems = [problem for _, problem in value_problems(config, imported=True)]
     return problems or [
         *_estimator_problems(config),
@@ -408,7 +438,7 @@ def _estimator_problems(config: PPOConfig) -> list[str]:
     has_critic = uses_critic(config.critic, name)
     offered = [*ESTIMATOR_ARGUMENTS, *kwargs]
     has_own_pass = not config.algorithm.rollout_correction.bypass_mode
-    if has_own_pass and config.actor_rollout_ref.actor.strategy != "megatron":  # which does not compute it
+    if has_own_pass and config.actor_rollout_ref.actor.strategy != "megatron":  # Megatron does not compute it
         offered.append("sum_pi_squared")
     if problem := call_problem(function, [*offered, "values"], list(kwargs)):
         return [f"{where}: {problem}"]
@@ -437,11 +467,12 @@ def _loss_problems(config: PPOConfig) -> list[str]:
     return []
 
 
-# Policy losses whose objective is a mean of sequences.
+# Policy losses whose objective is a mean over sequences.
 SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")
 
 
 def algorithm_problems(config: PPOConfig) -> list[str]:
+    """Check the keys of `algorithm` against each other: group sizes, KL terms and the rollout correction."""
     algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
     problems = []
     if algorithm.adv_estimator in GROUP_ESTIMATORS and rollout.n < 2:
@@ -468,7 +499,7 @@ def algorithm_problems(config: PPOConfig) -> list[str]:
     if not algorithm.use_kl_in_reward:
         why, weight = "has no effect with algorithm.use_kl_in_reward=false", "algorithm.kl_ctrl.kl_coef"
         idle = [*changed_keys(config, "algorithm.kl_ctrl."), *changed_keys(config, "algorithm.kl_penalty")]
-        if weight in idle and algorithm.kl_ctrl.kl_coef != 0:  # 0 says the same
+        if weight in idle and algorithm.kl_ctrl.kl_coef != 0:  # 0 also means no KL
             problems.append(f"{weight} {why}")
         problems += [Note(f"{name} {why}") for name in idle if name != weight]
     if asked and (correction.bypass_mode or not rollout.calculate_log_probs):
@@ -487,6 +518,7 @@ def algorithm_problems(config: PPOConfig) -> list[str]:
 
 
 def loss_problems(config: PPOConfig) -> list[str]:
+    """Check the parameters of the policy loss and its aggregation."""
     actor, loss = config.actor_rollout_ref.actor, config.actor_rollout_ref.actor.policy_loss
     problems = []
     if loss.loss_mode in SEQUENCE_LOSSES and actor.loss_agg_mode == "token-mean":

@@ -1,4 +1,4 @@
-"""What must hold between the ways of reading and ordering the training data."""
+"""Checks of the data: how it is read and ordered, the files and their columns, and variables of the chat template."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from meshrl.config.user_code import load_function, positional_problem
 
 
 def data_problems(config: PPOConfig) -> list[str]:
-    """Mixing, streaming, samplers and custom classes: what they ask for, and what does not go together."""
+    """Check weights of files, streaming, samplers and custom data classes, which partly exclude each other."""
     return [
         *_weight_problems(config),
         *_streaming_problems(config),
@@ -26,7 +26,7 @@ def data_problems(config: PPOConfig) -> list[str]:
 
 
 def sample_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
-    """How many rows are taken of the files."""
+    """Check the limits on the number of rows (`train_max_samples`, `val_max_samples`)."""
     data, batch = config.data, prompts_of_a_batch(config)
     problems = [
         f"data.{name}=0 leaves no row; -1 takes all"
@@ -87,7 +87,7 @@ def _custom_problems(config: PPOConfig) -> list[str]:
 
 
 def custom_class_problems(config: PPOConfig) -> list[str]:
-    """A class of rows that is not there, or cannot be used as one."""
+    """Check that the user's data class can be imported and called, and has a length and rows."""
     custom = config.data.custom_cls
     if custom.path is None or custom.name is None:
         return []
@@ -102,7 +102,7 @@ def custom_class_problems(config: PPOConfig) -> list[str]:
 
 
 def sampler_file_problems(config: PPOConfig) -> list[str]:
-    """A sampler class that is not there."""
+    """Return a message if the user's sampler class cannot be imported."""
     sampler = config.data.sampler
     if sampler.class_path is None or sampler.class_name is None:
         return []
@@ -113,26 +113,29 @@ def sampler_file_problems(config: PPOConfig) -> list[str]:
     return []
 
 
-# What the data files say that a config must fit: their columns and how many rows they have. Reads little of them.
+# Checks of the data files' columns and numbers of rows, which read little of the files.
 
 LINES, TABLE = (".jsonl", ".json"), ".parquet"
 
 
 @dataclass(frozen=True)
 class Glance:
-    """The columns of a file's first row, and how many rows there are (at least: counting stops where it may)."""
+    """A quick look at a data file: the columns of its first row, and its number of rows.
+
+    The number may be a lower bound, because counting stops when there are enough rows.
+    """
 
     columns: tuple[str, ...]
     rows: int
-    lists: tuple[str, ...] = ()  # those of the columns that hold lists, such as chat messages
+    lists: tuple[str, ...] = ()  # the columns that hold lists, such as chat messages
 
 
 def data_file_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
-    """Files that are not there or cannot be read, that have no rows, too few, or not the columns asked for."""
+    """Check the data files: they must be readable, with enough rows and with the columns that the config names."""
     batch = prompts_of_a_batch(config)
     trained, problems = _rows_and_problems(config, "train_files", batch)
     problems += _rows_and_problems(config, "val_files", 1)[1]
-    # A stream with weights begins a file anew when it has come to its end.
+    # A stream with weights starts a file again when the file ends.
     is_endless = isinstance(config, PPOConfig) and config.data.streaming and bool(config.data.train_weights)
     if config.data.train_files and not problems and not is_endless and trained < batch:
         problems.append(
@@ -146,7 +149,7 @@ def _rows_and_problems(config: PPOConfig | SupervisedConfig, name: str, enough: 
     rows, problems = 0, []
     for entry in getattr(config.data, name):
         if Path(entry).is_dir():
-            rows += enough  # a saved data set is not opened here
+            rows += enough  # a saved dataset is not opened here and counts as large enough
             problems += [f"data.{name}: {problem}" for problem in _folder_problems(Path(entry))]
             continue
         try:
@@ -160,13 +163,16 @@ def _rows_and_problems(config: PPOConfig | SupervisedConfig, name: str, enough: 
 
 
 def prompts_of_a_batch(config: PPOConfig | SupervisedConfig) -> int:
-    """The rows that one batch takes."""
+    """Return the number of rows of one batch: `gen_batch_size` if it is set, else `train_batch_size`."""
     given = config.data.gen_batch_size if isinstance(config, PPOConfig) else None
     return given or config.data.train_batch_size
 
 
 def glance(path: Path, enough: int) -> Glance:
-    """Looks at a file's first row and counts its rows, lines only up to `enough`; a `ValueError` says what is wrong."""
+    """Read a file's first row and count its rows. Raise `ValueError` if the file cannot be used.
+
+    Lines of a jsonl file are counted only up to `enough`.
+    """
     if not path.exists():
         hint = f"; write several as [{path}]" if "," in str(path) else ""
         raise ValueError(f"there is no {path}{hint}")
@@ -179,7 +185,7 @@ def glance(path: Path, enough: int) -> Glance:
 
 
 def _folder_problems(path: Path) -> list[str]:
-    """What `save_to_disk` has written has a state; where it is one of several splits, one must be named."""
+    """Check that a folder is a dataset written by `save_to_disk`, and that it is a single split."""
     if (path / "dataset_dict.json").is_file():
         return [f"{path} holds several splits: name one, such as {path / 'train'}"]
     return (
@@ -233,7 +239,7 @@ def _column_problems(config: PPOConfig | SupervisedConfig, seen: Glance) -> list
 
 
 def _named_columns(config: PPOConfig | SupervisedConfig) -> list[str]:
-    """Keys of columns that rows may lack, where another one than the usual is named."""
+    """Return the keys of optional columns with a name other than the default. Such columns must exist."""
     if not isinstance(config.data, SFTDataConfig):
         return []
     usual = SFTDataConfig()
@@ -242,17 +248,17 @@ def _named_columns(config: PPOConfig | SupervisedConfig) -> list[str]:
 
 
 def _template_problems(config: PPOConfig | SupervisedConfig, seen: Glance) -> list[str]:
-    """Chat messages become tokens by the tokenizer's chat template; not all models have one."""
+    """Return a message if a column holds chat messages, but the tokenizer has no chat template to tokenize them."""
     prefix = MODEL if isinstance(config, PPOConfig) else "model"
     model = config.actor_rollout_ref.model if isinstance(config, PPOConfig) else config.model
     folder = Path(model.tokenizer_path or model.path or "nowhere")
-    # A tokenizer's own code may bring a template that no file shows.
+    # A tokenizer's own code may define a template that is in no file.
     if model.trust_remote_code or not folder.is_dir() or (model.custom_chat_template or template_text(folder)):
         return []
-    # A demonstration's response is always a text, and a label no text at all.
+    # A demonstration's response is always a text, and a label is never a text.
     others: tuple[str, ...] = ("label_key",) if isinstance(config, PreferenceConfig) else ("response_key",)
     if isinstance(config.data, SFTDataConfig) and config.data.prompt_dict_keys:
-        others += ("prompt_key",)  # the prompt is somewhere inside
+        others += ("prompt_key",)  # the prompt is nested inside the column
     keys = [key for key in _column_keys(config, seen) if key not in others]
     return [
         f"has chat messages in {getattr(config.data, key)!r} (data.{key}), but {folder} has no chat template: put one "
@@ -263,22 +269,22 @@ def _template_problems(config: PPOConfig | SupervisedConfig, seen: Glance) -> li
 
 
 def _column_keys(config: PPOConfig | SupervisedConfig, seen: Glance) -> Sequence[str]:
-    """The keys that name the columns which the rows must have."""
+    """Return the keys that name the columns which every row must have."""
     if isinstance(config, PPOConfig):
         return ("prompt_key",)
     if isinstance(config, PreferenceConfig):
         if config.is_judged:
             return ("prompt_key", "response_key", "label_key")
-        # Conversations may bring their prompt.
+        # Conversations may contain their prompt.
         has_texts = config.data.chosen_key not in seen.lists
         return ("chosen_key", "rejected_key", "prompt_key") if has_texts else ("chosen_key", "rejected_key")
     assert isinstance(config.data, SFTDataConfig)
     return ("prompt_key", "response_key") if config.data.messages_key is None else ("messages_key",)
 
 
-# `data.apply_chat_template_kwargs`: which names may be given, and whether the model's chat template reads them.
+# Checks of `data.apply_chat_template_kwargs`: permitted names, and names that the model's chat template reads.
 
-# Parameters of transformers' `apply_chat_template` and what it hands to templates: set by the code that renders.
+# Parameters of transformers' `apply_chat_template` and the variables that it passes to templates. The code sets them.
 RESERVED = frozenset(
     {
         "self", "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
@@ -289,16 +295,16 @@ RESERVED = frozenset(
 
 
 def reserved_name(names: Iterable[Any]) -> Any | None:
-    """The first of the names that a template cannot be given, or None."""
+    """Return the first name that cannot be passed to a template as a variable, or None."""
     wrong = (name for name in names if name in RESERVED or not str(name).isidentifier())
     return next(wrong, None)
 
 
 def chat_template_problems(kwargs: dict[str, Any], model: ModelConfig, check_files: bool) -> list[str]:
-    """Variables of the chat template that cannot be set or, by the tokenizer's files, that nothing reads."""
+    """Check the variables for the chat template: they must be permitted, and the template must mention them."""
     key, folder = "data.apply_chat_template_kwargs", model.tokenizer_path or model.path
     problems = template_name_problems(kwargs, key)
-    # A tokenizer's own code may bring a template that no file shows.
+    # A tokenizer's own code may define a template that is in no file.
     if (template := model.custom_chat_template) is not None:
         return problems or template_syntax_problems(template) or unmentioned(kwargs, key, template, "the given one")
     if problems or not check_files or folder is None or model.trust_remote_code:
@@ -307,8 +313,8 @@ def chat_template_problems(kwargs: dict[str, Any], model: ModelConfig, check_fil
 
 
 def template_syntax_problems(template: str) -> list[str]:
-    """What is wrong with a template that the config gives."""
-    from jinja2 import Environment, TemplateError  # most runs have none
+    """Check that `model.custom_chat_template` is a Jinja template that can be parsed."""
+    from jinja2 import Environment, TemplateError  # imported here, because most runs have no such template
 
     key = "model.custom_chat_template"
     if template.strip().count("{{") + template.strip().count("{%") == 0:
@@ -323,7 +329,7 @@ def template_syntax_problems(template: str) -> list[str]:
 
 
 def template_name_problems(names: Iterable[Any], key: str) -> list[str]:
-    """Names that are not the template's to read."""
+    """Return a message if one of the names cannot be passed to a template as a variable."""
     wrong = reserved_name(names)
     if wrong is None:
         return []
@@ -332,7 +338,7 @@ def template_name_problems(names: Iterable[Any], key: str) -> list[str]:
 
 
 def template_file_problems(names: Iterable[str], key: str, folder: str | Path) -> list[str]:
-    """Names that no chat template in a tokenizer's folder mentions: they would change nothing."""
+    """Return one message for each name that no chat template in a tokenizer's folder mentions."""
     names = list(names)
     if not names or not Path(folder).is_dir():
         return []
@@ -343,13 +349,13 @@ def template_file_problems(names: Iterable[str], key: str, folder: str | Path) -
 
 
 def unmentioned(names: Iterable[str], key: str, template: str, where: str) -> list[str]:
-    """Names that a chat template does not mention."""
+    """Return one message for each name that the text of a chat template does not mention."""
     idle = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]
     return [f"{key}: the chat template in {where} does not mention '{name}': it would change nothing" for name in idle]
 
 
 def template_text(folder: Path) -> str | None:
-    """All chat templates of a tokenizer's folder as one text, or None if there is none."""
+    """Return all chat templates in a tokenizer's folder as one text, or None if there is none."""
     files = [folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))]
     texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
     for name in ("tokenizer_config.json", "chat_template.json"):
@@ -357,7 +363,7 @@ def template_text(folder: Path) -> str | None:
         try:
             found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         except ValueError:
-            continue  # the tokenizer's own loading says what is wrong with it
+            continue  # loading the tokenizer reports the problem
         given = found.get("chat_template") if isinstance(found, dict) else None
         texts += [json.dumps(given)] if isinstance(given, list | dict) else [given] if given else []
     return "\n".join(texts) or None

@@ -1,4 +1,7 @@
-"""Whether a model's folder is whole, and fits the engine that is to hold it and the samples that it is to read."""
+"""Checks of models: their folders, families, LoRA adapters, FP8, images and router replay.
+
+A model must be complete on disk, and must fit the engine that runs it and the length of the samples.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +41,7 @@ from meshrl.config.supervised import SFTDataConfig, SupervisedConfig
 
 
 def scoring_problems(shape: dict[str, Any], prefix: str) -> list[str]:
-    """Whether there is a model of this kind with a head of one number a token."""
+    """Check that Transformers has a model of this family with a head of one number per token (critic, reward model)."""
     row = family_of(shape)
     if row is None or row.scores:
         return []
@@ -49,7 +52,7 @@ def scoring_problems(shape: dict[str, Any], prefix: str) -> list[str]:
 
 
 def family_problems(shape: dict[str, Any], model: ModelConfig, prefix: str) -> list[str]:
-    """What the training engines would compute otherwise than the model's own forward, by its family's name."""
+    """Check by the table of families that training reproduces the model's log-probs, with packed or padded batches."""
     if "model_type" not in shape:
         return []
     kind, unpacked, unpadded = shape["model_type"], packing_problem(shape), padding_problem(shape)
@@ -74,7 +77,10 @@ def _checkpointing_problems(shape: dict[str, Any], model: ModelConfig, prefix: s
 
 
 def _dropout_problems(shape: dict[str, Any], model: ModelConfig, prefix: str) -> list[str]:
-    """Our attention, which packed samples are trained with, drops no weights out."""
+    """Return a message if packed training would ignore the model's attention dropout.
+
+    meshrl's attention for packed samples has no dropout.
+    """
     if not shape or not model.use_remove_padding or (found := dropout_problem(shape)) is None:
         return []
     field = found.split("=")[0]
@@ -105,7 +111,11 @@ def model_problems(
     scores: bool = False,
     trained: bool = True,
 ) -> list[str]:
-    """What is wrong with a model for samples of `length` tokens; one that `scores` may be a classifier."""
+    """Return all problems of a model's folder for an engine and for samples of `length` tokens.
+
+    `prefix` and `engine_prefix` are the sections of the model and of the engine. `length_names` are the keys of the
+    length. A model that `scores` is a critic or reward model, whose folder may hold a classifier.
+    """
     problems = folder_problems(model, prefix)
     if model.path and not model.random_init:
         misfits = misfit_problems(Path(model.path), model.override_config)
@@ -129,19 +139,19 @@ def model_problems(
             problems += _dropout_problems(shape, model, prefix) + _checkpointing_problems(shape, model, prefix)
         problems += _rotation_problems(shape, length, length_names, prefix)
         problems += target_problems(model, prefix)
-        # A reference has the actor's.
+        # The reference's FP8 settings are in the actor's section.
         problems += training_problems(shape, engine, ACTOR if engine_prefix == REF else engine_prefix, prefix)
     return problems + fit_problems(shape, engine, engine_prefix)
 
 
-# Checks of LoRA's keys: which layers may have an adapter, and how large it may be.
+# Checks of LoRA's keys: the layers that may have an adapter, and the adapter's rank.
 
-# Modules whose adapters cannot be merged into the weights that a rollout gets.
+# Modules whose adapters cannot be merged into the weights that a rollout receives.
 UNMERGEABLE = ("lm_head", "embed_tokens")
 
 
 def adapter_problems(config: PPOConfig) -> list[str]:
-    """Adapters that a rollout could not take."""
+    """Return one message for each property of the LoRA adapters that the rollout does not support."""
     model, rollout, most = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, VLLM_ADAPTER_RANKS[-1]
     unmergeable = [name for name in UNMERGEABLE if name in model.target_modules]
     problems = []
@@ -160,14 +170,17 @@ def adapter_problems(config: PPOConfig) -> list[str]:
 
 
 def target_problems(model: ModelConfig, prefix: str) -> list[str]:
-    """Modules that are to get an adapter and that the model's files, if they are whole, do not have."""
+    """Return a message if the model has no linear layer of a name in `target_modules`.
+
+    Names are compared with the headers of the safetensors files. The check is skipped if a file is damaged.
+    """
     folder = Path(model.path or "nowhere")
     is_named = model.lora_rank and model.lora_adapter_path is None and model.target_modules != ["all-linear"]
     if not is_named or tensor_file_problems(folder):
         return []
     headers = [read_header(file)[1] for file in folder.glob("*.safetensors")]
     matrices = [name for header in headers for name, entry in header.items() if len(entry.get("shape", ())) == 2]
-    # What comes before the last part of a name may be another in the files than in the model.
+    # Only the layer's own name is compared, because its parents' names in the files may differ from the model's.
     there = sorted({name.split(".")[-2] for name in matrices if name.endswith(".weight")})
     unknown = [name for name in model.target_modules if name.rpartition(".")[2] not in (*there, *UNMERGEABLE)]
     if not there or not unknown:
@@ -179,11 +192,15 @@ def target_problems(model: ModelConfig, prefix: str) -> list[str]:
     ]
 
 
-# Checks of 8 bits: which models and devices generate with them (`rollout.quantization`, `kv_cache_dtype`) or train.
+# Checks of FP8: the models and devices that can generate (`rollout.quantization`, `kv_cache_dtype`) or train with it.
 
 
 def eight_bit_problems(config: PPOConfig) -> list[str]:
-    """A cache of 8 bits is read by kernels of a GPU; what corrects the rounding needs the rollout's log-probs."""
+    """Check the requirements of FP8 in the rollout and in training.
+
+    An FP8 KV cache needs a GPU. FP8 matmuls in the rollout need another dtype than float16. The correction of rounding
+    needs the rollout's log-probs.
+    """
     policy, problems = config.actor_rollout_ref, []
     rollout = policy.rollout
     if rollout.kv_cache_dtype != "auto" and config.trainer.device == "cpu":
@@ -205,7 +222,7 @@ def eight_bit_problems(config: PPOConfig) -> list[str]:
 
 
 def eight_bit_file_problems(config: PPOConfig) -> list[str]:
-    """The model's layers must be known, and have no experts."""
+    """Check that the embedded rollout supports FP8 matmuls for the model's family (`CUT_FAMILIES`, without experts)."""
     policy = config.actor_rollout_ref
     if policy.rollout.quantization is None or not (found := read_model_config(policy.model)):
         return []
@@ -218,7 +235,11 @@ def eight_bit_file_problems(config: PPOConfig) -> list[str]:
 
 
 def training_problems(shape: dict[str, Any], engine: EngineConfig, prefix: str, model_prefix: str) -> list[str]:
-    """Products in 8 bits are for layers without experts; other types have too small numbers, or none, on GPUs."""
+    """Check that a model can be trained with FP8 matmuls.
+
+    It needs dense layers without linear attention, matrices whose sizes are multiples of 16, and another parameter
+    dtype than float16.
+    """
     if not engine.rounds:
         return []
     mixed, problems = engine.fsdp_config.mixed_precision, []
@@ -241,7 +262,10 @@ def training_problems(shape: dict[str, Any], engine: EngineConfig, prefix: str, 
 
 
 def gpu_problem(engine: EngineConfig) -> str | None:
-    """Why an engine would not train in 8 bits on a GPU, if it is to."""
+    """Return the reason that an engine's FP8 training does not work or gains nothing on a GPU, or None.
+
+    FP8 training on GPUs needs bfloat16 parameters and compiled layers.
+    """
     mixed = engine.fsdp_config.mixed_precision
     name = f"mixed_precision.product_dtype={mixed.product_dtype}"
     if engine.rounds and mixed.param_dtype not in ("bf16", "bfloat16"):
@@ -252,16 +276,19 @@ def gpu_problem(engine: EngineConfig) -> str | None:
 
 
 def gpu_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
-    """The same of all engines of a run, with the names of their sections."""
+    """Return the results of `gpu_problem` for all engines of a run, with the names of their sections."""
     found = {prefix: gpu_problem(engine) for prefix, engine in used_engines(config).items()}
     return [f"{prefix}.fsdp_config.{problem}" for prefix, problem in found.items() if problem is not None]
 
 
-# What a model that sees images can and cannot have yet.
+# Checks of vision-language models: settings that do not support images yet.
 
 
 def seeing_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
-    """What does not go with the model in the folder, if it sees."""
+    """Return one message for each setting that does not support images, if the model is a vision-language model.
+
+    Keys of images that are set for a model without images are problems as well.
+    """
     if isinstance(config, SupervisedConfig):
         pairs = {"pairs of answers": not isinstance(config.data, SFTDataConfig)}
         found = _problems(config.model, "model", config.engine, "engine", pairs)
@@ -300,7 +327,7 @@ def seeing_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
 
 
 def _image_key_problems(config: PPOConfig | SupervisedConfig, model: ModelConfig) -> list[str]:
-    """A column of images for a model that is known to see none."""
+    """Return a message if a column of images is named for a model that is known to take no images."""
     kind = _kind(model)
     if kind is None or kind in SEEING:
         return []
@@ -315,7 +342,7 @@ def _kind(model: ModelConfig) -> str | None:
     try:
         return read_model_config(model).get("model_type")
     except ValueError:
-        return None  # said where the model is checked
+        return None  # `model_problems` reports it
 
 
 def _no_processor(name: str, model: ModelConfig) -> str:
@@ -328,7 +355,7 @@ def _problems(
     try:
         shape: dict[str, Any] = read_model_config(model)
     except ValueError:
-        return []  # said where the model is checked
+        return []  # `model_problems` reports it
     kind = shape.get("model_type")
     if kind not in SEEING:
         frozen = shape and engine.freeze_vision_tower
@@ -345,13 +372,13 @@ def _problems(
     return problems
 
 
-# Checks of `actor.router_replay`: which models have routes, and which rollouts say what theirs were.
+# Checks of `actor.router_replay`: models that have routes, and rollouts that record their routes.
 
 MODE = f"{ACTOR}.router_replay.mode"
 
 
 def replay_problems(config: PPOConfig) -> list[str]:
-    """Routes to replay must have been recorded."""
+    """Check that the routes to replay are recorded: by the pass for old log-probs (R2) or by the rollout (R3)."""
     policy = config.actor_rollout_ref
     mode, rollout = policy.actor.router_replay.mode, policy.rollout
     if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:
@@ -368,7 +395,7 @@ def replay_problems(config: PPOConfig) -> list[str]:
 
 
 def replay_file_problems(config: PPOConfig) -> list[str]:
-    """Only a model with experts has routes."""
+    """Check that a model with router replay has experts."""
     policy = config.actor_rollout_ref
     if policy.actor.router_replay.mode == "disabled":
         return []

@@ -1,4 +1,7 @@
-"""Checks of rollouts over several ranks (`tensor_model_parallel_size`, `expert_parallel_size`): what they can do."""
+"""Checks of the rollout: replicas of several ranks, sampling, arguments of vLLM and SGLang, tools and turns.
+
+`engine_gpus`, `server_words` and `read_tool_config` are also called by the code that starts engines and loads tools.
+"""
 
 import inspect
 import json
@@ -19,12 +22,12 @@ from meshrl.config.user_code import function_schema, load_by_path
 
 SIZE = f"{ROLLOUT}.tensor_model_parallel_size"
 SPREAD = f"{ROLLOUT}.expert_parallel_size"
-# Rollouts that can be cut over the trainer's ranks.
+# Rollouts with tensor or expert parallelism over the trainer's ranks.
 SPLIT = ("embedded", "vllm", "sglang")
 
 
 def split_engine_problems(config: PPOConfig) -> list[str]:
-    """Which engines can be cut over the trainer's ranks."""
+    """Return a message if the rollout engine does not support replicas of several ranks."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.replica_size == 1:
         return []
@@ -40,7 +43,11 @@ def split_engine_problems(config: PPOConfig) -> list[str]:
 
 
 def split_problems(config: PPOConfig) -> list[str]:
-    """Ranks that step together must take every step alike, and an engine beside them must find all of their GPUs."""
+    """Check that a replica of several ranks is compatible with the other settings.
+
+    Ranks inside the workers' processes must get the same requests and weights in every step. That excludes turns,
+    asynchronous training, and (embedded) adapters alone. An engine with its own processes has its GPUs on one machine.
+    """
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     name, problems = _named(rollout), _spread_problems(rollout)
     if rollout.replica_size == 1 or rollout.name not in SPLIT:
@@ -72,12 +79,12 @@ def split_problems(config: PPOConfig) -> list[str]:
 
 
 def _node_problems(config: PPOConfig) -> list[str]:
-    """The ranks of an engine beside them must be on its machine."""
+    """Check that the ranks of a replica are on one machine, for an engine with processes of its own."""
     policy, size = config.actor_rollout_ref, config.actor_rollout_ref.rollout.replica_size
     where = (config.trainer, "trainer") if policy.hybrid_engine else (policy.rollout, ROLLOUT)
     nodes, ranks, key = where[0].nnodes, where[0].n_gpus_per_node, f"{where[1]}.n_gpus_per_node"
     if nodes == 1 or ranks % size == 0:
-        return []  # on one machine it is said where ranks are counted
+        return []  # for one machine, `rollout_problems` checks the number of ranks
     return [
         f"{key} ({ranks}) must be divisible by {_named(policy.rollout)}: an engine in processes of its own "
         f"({ROLLOUT}.name={policy.rollout.name}) has all of its GPUs on one machine"
@@ -85,7 +92,10 @@ def _node_problems(config: PPOConfig) -> list[str]:
 
 
 def _spread_problems(rollout: RolloutConfig) -> list[str]:
-    """The embedded engine spreads experts and leaves the rest whole, vLLM spreads them where it cuts the rest."""
+    """Check the combination of tensor and expert parallelism.
+
+    The embedded engine shards experts only with tensor parallelism 1. vLLM needs the same size for both.
+    """
     cut, spread = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
     if spread == 1 or rollout.name not in SPLIT:
         return []
@@ -97,14 +107,14 @@ def _spread_problems(rollout: RolloutConfig) -> list[str]:
 
 
 def split_file_problems(config: PPOConfig) -> list[str]:
-    """Whether the model's heads, inner width, vocabulary and experts can be divided, with the numbers."""
+    """Check that the model's heads, inner width, vocabulary and experts divide over the ranks of a replica."""
     policy = config.actor_rollout_ref
     if policy.rollout.replica_size == 1 or policy.rollout.name not in SPLIT:
         return []
     try:
         shape = read_model_config(policy.model)
     except ValueError:
-        return []  # said where the model is checked
+        return []  # `model_problems` reports it
     return [*_expert_problems(policy.rollout, shape), *_cut_problems(policy.rollout, shape)]
 
 
@@ -142,16 +152,19 @@ def _cut_problems(rollout: RolloutConfig, shape: Mapping[str, Any]) -> list[str]
 
 
 def _named(rollout: RolloutConfig) -> str:
-    """The key that makes a rollout of several ranks, as it is set."""
+    """Return `key=value` of the key that makes a rollout of several ranks: of tensor or of expert parallelism."""
     cut, spread = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
     return f"{SIZE}={cut}" if cut >= spread else f"{SPREAD}={spread}"
 
 
-# How tokens are drawn and where answers end, in training and in validation: what the keys ask of each other.
+# Checks of sampling and of the end of responses, in training and in validation.
 
 
 def sampling_problems(config: PPOConfig) -> list[str]:
-    """Settings of `rollout` and `rollout.val_kwargs` that leave no token, never end, or do nothing."""
+    """Return one message for each sampling key that leaves no token, prevents an end, or has no effect.
+
+    The keys of `rollout` and of `rollout.val_kwargs` are checked.
+    """
     rollout = config.actor_rollout_ref.rollout
     problems = []
     for prefix, settings in ((ROLLOUT, rollout), (f"{ROLLOUT}.val_kwargs", rollout.val_kwargs)):
@@ -199,17 +212,17 @@ def _ending_problems(prefix: str, settings: RolloutConfig | ValKwargs, longest: 
     return problems
 
 
-# Checks of vLLM's and SGLang's own arguments (`engine_kwargs`): what has a key of ours, and what a run cannot take.
+# Checks of vLLM's and SGLang's own arguments (`engine_kwargs`): arguments that meshrl's keys set, or a run cannot take.
 
 EXTERNAL = ("vllm", "sglang")
-# Arguments that a key of the rollout's sets.
+# Arguments that a key of the rollout sets.
 OWN_KEYS = {
     "vllm": {"dtype": "dtype", "enable_sleep_mode": "free_cache_engine"},
     "sglang": {"dtype": "dtype", "enable_memory_saver": "free_cache_engine"},
 }
-# Weights in another form than they are sent in.
+# Arguments that make an engine keep its weights in another form than weight sync sends.
 QUANTIZED = {"vllm": ("quantization",), "sglang": ("quantization", "torchao_config", "modelopt_quant")}
-# GPUs of an engine are the product of these.
+# The arguments whose product is the number of an engine's GPUs.
 SIZES = {
     "vllm": ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
     "sglang": ("tp_size", "pp_size", "dp_size"),
@@ -217,18 +230,18 @@ SIZES = {
 
 
 def engine_gpus(name: str, arguments: Mapping[str, Any]) -> int:
-    """How many GPUs an engine with these arguments of its own takes."""
+    """Return the number of GPUs of an engine with these arguments."""
     sizes = {field: int(arguments.get(field) or 1) for field in SIZES[name]}
     if arguments.get("enable_dp_attention"):
-        sizes.pop("dp_size", None)  # these are the ranks that cut the rest
+        sizes.pop("dp_size", None)  # attention is data-parallel over the tensor-parallel ranks
     return math.prod(sizes.values())
 
 
 def server_words(name: str, arguments: Mapping[str, Any]) -> list[str]:
-    """The words that give a server these arguments on its command line; a `ValueError` for what has no such form.
+    """Convert an engine's arguments to words of its server's command line.
 
-    None leaves the argument to the engine. vLLM has `--no-x` for a flag that is false; SGLang's flags are false if
-    they are left out.
+    Raise `ValueError` for a value that has no form there. An argument that is None is left out. For a flag that is
+    false, vLLM has `--no-x`; SGLang's flags are false if they are left out.
     """
     return [word for field, value in arguments.items() for word in _argument_words(name, field, value)]
 
@@ -247,7 +260,10 @@ def _argument_words(name: str, field: str, value: Any) -> list[str]:
 
 
 def _one_word(field: str, value: Any, is_apart: bool) -> str:
-    """A value that is no flag; `is_apart`: a word of its own, which must not be read as the name of an option."""
+    """Convert a value that is not a bool to one word of a command line.
+
+    If `is_apart`, the value is a separate word. Then a string that begins with `-` would be read as an option's name.
+    """
     if isinstance(value, Mapping | list | tuple):
         return json.dumps(value)
     if isinstance(value, bool) or not isinstance(value, str | int | float | os.PathLike):
@@ -259,7 +275,7 @@ def _one_word(field: str, value: Any, is_apart: bool) -> str:
 
 
 def quantization_problem(name: str, arguments: Mapping[str, Any], prefix: str) -> str | None:
-    """Why an engine that turns weights into another form is refused, or None."""
+    """Return the problem with arguments that make an engine quantize its weights, or None."""
     given = next((field for field in QUANTIZED.get(name, ()) if arguments.get(field)), None)
     if given is None:
         return None
@@ -270,7 +286,7 @@ def quantization_problem(name: str, arguments: Mapping[str, Any], prefix: str) -
 
 
 def engine_argument_problems(config: PPOConfig) -> list[str]:
-    """What is wrong with the arguments of the rollout's engine, and with those of the judge's."""
+    """Return all problems of the engine arguments (`engine_kwargs`) of the rollout and of the judge."""
     rollout, judge = config.actor_rollout_ref.rollout, config.reward.judge
     problems = [
         f"{ROLLOUT}.engine_kwargs.{name}.{field} cannot be set: set {ROLLOUT}.{key}, {_why(key)}"
@@ -291,7 +307,7 @@ def engine_argument_problems(config: PPOConfig) -> list[str]:
             for field in given
             if "-" in field
         ]
-        # An engine in a worker's process takes its arguments as they are.
+        # Only a server gets its arguments by a command line. An engine in a worker's process takes Python values.
         problems += [f"{prefix}{problem}" for problem in _word_problems(name, given)] if takes_words else []
     return problems
 
@@ -305,7 +321,7 @@ def _word_problems(name: str, given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def speculation_problem(name: str, arguments: Mapping[str, Any], prefix: str) -> str | None:
-    """Why an engine that is to verify draft tokens is refused, or None."""
+    """Return the problem with arguments that request speculative decoding, or None."""
     if name != "vllm" or not arguments.get("speculative_config"):
         return None
     return (
@@ -323,11 +339,14 @@ def _given(rollout: RolloutConfig) -> dict[str, Any]:
 
 
 def _size_problems(config: PPOConfig) -> Iterator[str]:
-    """Ranks that an engine starts for itself take the GPUs after its own rank's, which must be nobody's."""
+    """Yield one message for each engine that would start ranks of its own on GPUs of other ranks.
+
+    Such an engine takes the GPUs after that of its own rank.
+    """
     policy, rollout, judge = config.actor_rollout_ref, config.actor_rollout_ref.rollout, config.reward.judge
     world, given = config.trainer.world_size, _given(rollout)
     ranks = world if policy.hybrid_engine else rollout.nnodes * rollout.n_gpus_per_node
-    # One rank in the controller's process sees all GPUs of the machine, and on CPUs there is nothing to share.
+    # A single rank in the controller's process has all GPUs of the machine. On CPUs there are no GPUs to share.
     has_room = config.trainer.device == "cpu" or (world == 1 and config.trainer.backend == "local")
     gpus = engine_gpus(rollout.name, given) if given else 1
     if gpus > 1:
@@ -351,13 +370,13 @@ def _said(name: str, given: Mapping[str, Any], prefix: str) -> str:
 # Checks of `actor_rollout_ref.rollout.multi_turn.*`.
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
-# Where the class that tools are made of is; nothing here imports it.
+# The module of the tools' base class, which the config does not import.
 TOOLS = "meshrl.agents.tools"
 ENTRY_KEYS = ("path", "class_name", "config", "name", "timeout")
 
 
 def multi_turn_problems(config: PPOConfig) -> list[str]:
-    """Keys that contradict each other or have nothing to work on."""
+    """Check the keys of tools and turns. There must be tools or an environment, and enough turns to use them."""
     turns = config.actor_rollout_ref.rollout.multi_turn
     if not turns.enable:
         return [f"{name} has no effect without {MULTI_TURN}.enable=true" for name in changed_keys(config, MULTI_TURN)]
@@ -376,7 +395,7 @@ def multi_turn_problems(config: PPOConfig) -> list[str]:
 
 
 def multi_turn_file_problems(config: PPOConfig) -> list[str]:
-    """Tools and environments that cannot be imported, and tools of which the model could not be told."""
+    """Check that tools and the environment can be imported, and that each tool has a valid schema for the model."""
     turns = config.actor_rollout_ref.rollout.multi_turn
     if not turns.enable:
         return []
@@ -402,9 +421,10 @@ def multi_turn_file_problems(config: PPOConfig) -> list[str]:
 
 
 def _schema_problem(found: Any) -> str | None:
-    """Why the model could not be told of a tool: of a plain function, or of a class that is made in no way of its own.
+    """Return the reason that a tool has no valid schema for the model, or None.
 
-    A decorated function has been asked when it was imported.
+    The check is for plain functions, and for tool classes that do not define a constructor. The schema of a decorated
+    function was checked when it was imported.
     """
     is_tool_class = inspect.isclass(found) and found.__init__.__module__ == TOOLS
     try:
@@ -418,7 +438,10 @@ def _schema_problem(found: Any) -> str | None:
 
 
 def read_tool_config(path: str) -> list[Mapping[str, Any]]:
-    """The entries of a tool file: `tools:`, a list of import paths or of mappings with `path` and what goes with it."""
+    """Read the entries of a YAML tool file. Raise `ValueError` if it is invalid.
+
+    The file has a list under `tools`: import paths, or mappings with `path` (or `class_name`) and further settings.
+    """
     if not Path(path).is_file():
         raise ValueError(f"there is no file {path}")
     try:
@@ -441,6 +464,7 @@ def read_tool_config(path: str) -> list[Mapping[str, Any]]:
 
 
 def rollout_size_problems(config: PPOConfig) -> list[str]:
+    """Check the rollout's lengths against those of the data, and delta weight sync against a freed cache."""
     rollout, problems = config.actor_rollout_ref.rollout, []
     if rollout.update_weights_delta and rollout.free_cache_engine and config.actor_rollout_ref.hybrid_engine:
         problems.append(
@@ -461,9 +485,9 @@ def rollout_size_problems(config: PPOConfig) -> list[str]:
 
 
 def reader_problems(config: PPOConfig) -> list[str]:
-    """Keys of the rollout, and of the judge, that are set, but that their engine does not read."""
+    """Return one message for each set key of the rollout or of the judge that its engine does not read."""
     name, judge, memory = config.actor_rollout_ref.rollout.name, config.reward.judge, "gpu_memory_utilization"
-    # What one engine's scripts carry for another: none of it changes an answer.
+    # A script may carry arguments for both external engines. Unused arguments change no response: a note is enough.
     others = {"engine_kwargs.vllm": name == "sglang", "engine_kwargs.sglang": name == "vllm"}
     of_judge = [
         f"{changed} is only read by reward.judge.engine={' or '.join(READERS[memory])}, but it is {judge.engine}"
@@ -481,7 +505,7 @@ def reader_problems(config: PPOConfig) -> list[str]:
 
 
 def budget_problems(config: PPOConfig) -> list[str]:
-    """Memory that vLLM puts to sleep within a process still counts as allocated."""
+    """Check that the memory budget can be measured: memory of vLLM's sleep mode in a process counts as allocated."""
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     sleeps = rollout.name == "vllm" and not rollout.as_server and rollout.free_cache_engine and policy.hybrid_engine
     if policy.memory_budget_gigabytes is None or not sleeps or config.trainer.device == "cpu":

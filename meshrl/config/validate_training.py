@@ -1,4 +1,4 @@
-"""Checks of how a run is saved and gone on with."""
+"""Checks of a run itself: checkpoints, timeline, profiler, installed packages, optimizer and idle engine keys."""
 
 import importlib.util
 import sys
@@ -15,7 +15,7 @@ from meshrl.config.trainer import TRACKERS, ProfilerConfig, RunConfig, TrainerCo
 
 
 def checkpoint_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
-    """What is wrong with the keys of checkpoints, and those of them that would do nothing."""
+    """Check the keys of checkpoints: the place to resume from, the contents, and keys without effect."""
     trainer = config.trainer
     problems = []
     if trainer.resume_mode == "resume_path":
@@ -50,13 +50,16 @@ def checkpoint_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
 
 
 def checkpoint_notes(config: PPOConfig | SupervisedConfig) -> list[str]:
-    """How many checkpoints to keep, where none is written."""
+    """Return a note for each key that limits the number of checkpoints, if the run writes no checkpoints."""
     keep = _keys_of_keep(config.trainer) if config.trainer.save_freq < 0 else {}
     return [f"{name} is for checkpoints, and trainer.save_freq=-1 writes none" for name in keep]
 
 
 def _no_checkpoint_problem(path: Path) -> str | None:
-    """What a folder is instead of a checkpoint, and what to name; None where it may be one."""
+    """Describe a folder that is not a checkpoint, and give the path to name instead.
+
+    The result is None if the folder may be a checkpoint: it has a manifest, or nothing in it is recognised.
+    """
     if (path / "manifest.json").is_file():
         return None
     for folder in (path / "checkpoints", path):
@@ -87,13 +90,13 @@ def _keys_of_keep(trainer: object) -> dict[str, int]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-# Checks of ledger, timeline and profiler.
+# Checks of the time ledger, the timeline and the profiler.
 
 PROFILER = "global_profiler"
 
 
 def timeline_problems(trainer: RunConfig) -> list[str]:
-    """What a timeline needs."""
+    """Check the keys of the timeline and of `mfu`, which need the ledger."""
     problems = []
     if trainer.timeline and not trainer.ledger:
         problems.append("trainer.timeline=true is drawn from the ledger: set trainer.ledger=true")
@@ -105,7 +108,7 @@ def timeline_problems(trainer: RunConfig) -> list[str]:
 
 
 def profiler_problems(config: PPOConfig) -> list[str]:
-    """What a profiler needs: steps, ranks that exist and, for two of the tools, GPUs."""
+    """Check that the profiler has steps, ranks that exist and, except for the tool `torch`, GPUs."""
     profiler: ProfilerConfig = config.global_profiler
     if profiler.tool is None:
         changed = changed_keys(config, f"{PROFILER}.")
@@ -121,13 +124,13 @@ def profiler_problems(config: PPOConfig) -> list[str]:
     return problems
 
 
-# Whether the packages that a config asks for are installed: looked up, not imported.
+# Checks that the packages which a config needs are installed. The packages are looked up and not imported.
 
 EXTERNAL_ROLLOUTS = ("vllm", "sglang")
 
 
 def package_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
-    """What is asked for and not installed here, each with the extra that brings it."""
+    """Return one message for each package that the config needs and that is missing, with the extra to install."""
     return [
         f"{asked} needs the package {package}: pip install 'meshrl[{extra}]'"
         for asked, package, extra in _wanted(config)
@@ -136,12 +139,12 @@ def package_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
 
 
 def is_installed(package: str) -> bool:
-    """Whether it could be imported."""
+    """Return whether a package is imported already or could be imported."""
     return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 def _wanted(config: PPOConfig | SupervisedConfig) -> Iterator[tuple[str, str, str]]:
-    """(what asks for it, package, extra), for what this process or one beside it will import."""
+    """Yield `(key that needs it, package, extra)` for each package that a process on this machine will import."""
     for name in config.trainer.logger:
         if name in TRACKERS:
             yield f"trainer.logger={name}", name, name
@@ -150,7 +153,7 @@ def _wanted(config: PPOConfig | SupervisedConfig) -> Iterator[tuple[str, str, st
         if any(Path(entry).is_dir() for entry in getattr(config.data, key)):
             yield f"a folder in data.{key}", "datasets", "datasets"
     if config.trainer.backend != "local":
-        return  # workers of a cluster may have what the controller has not
+        return  # workers of a cluster may have packages that the controller does not have
     if isinstance(config, PPOConfig):
         prefix, model, engine = (
             "actor_rollout_ref.",
@@ -175,7 +178,8 @@ def _wanted(config: PPOConfig | SupervisedConfig) -> Iterator[tuple[str, str, st
             )
 
 
-# What the other kind of FSDP reads.
+# Keys that FSDP reads and Megatron does not, of the engine and of the model. Then, by strategy, the key of FSDP's
+# section that only the other version of FSDP reads.
 FSDP_ONLY_KEYS = (
     "ulysses_sequence_parallel_size",
     "context_parallel_size",
@@ -188,7 +192,10 @@ IDLE_FSDP_KEYS = {"fsdp2": "use_orig_params", "fsdp": "reshard_after_forward"}
 
 
 def epoch_problems(config: SupervisedConfig) -> list[str]:
-    """Validations and checkpoints after every pass stand for their numbers of steps, also in the checks after this."""
+    """Check `test_after_epoch` and `save_after_epoch` against `test_freq` and `save_freq`.
+
+    Set the frequency to 1 for those that are true. Later checks then see that the run validates or saves.
+    """
     trainer, problems = config.trainer, []
     for what in ("test", "save"):
         if not getattr(trainer, f"{what}_after_epoch"):
@@ -200,6 +207,7 @@ def epoch_problems(config: SupervisedConfig) -> list[str]:
 
 
 def optim_problems(optim: OptimConfig, prefix: str) -> list[str]:
+    """Check an optimizer's betas and the keys of its learning-rate schedule."""
     problems = []
     if len(optim.betas) != 2 or any(beta >= 1 for beta in optim.betas):
         problems.append(f"{prefix}.betas={optim.betas} must be two numbers below 1")
@@ -228,6 +236,7 @@ def optim_problems(optim: OptimConfig, prefix: str) -> list[str]:
 
 
 def run_problems(trainer: RunConfig) -> list[str]:
+    """Check the keys of `trainer` that all commands share: machines, limits of NaN steps and frequencies."""
     problems = timeline_problems(trainer)
     if trainer.nnodes > 1 and trainer.backend != "ray":
         problems.append(f"trainer.nnodes={trainer.nnodes} needs trainer.backend=ray, not {trainer.backend}")
@@ -252,7 +261,7 @@ def run_problems(trainer: RunConfig) -> list[str]:
 def idle_engine_problems(
     config: PPOConfig | SupervisedConfig, engine: EngineConfig, prefix: str, model_prefix: str
 ) -> list[str]:
-    """Settings of an engine that is not the chosen one would silently do nothing."""
+    """Return one message for each set key of a role's engine and model that the chosen strategy does not read."""
     idle = "fsdp_config" if engine.strategy == "megatron" else "megatron"
     changed = changed_keys(config, f"{prefix}.{idle}.")
     if prefix == ACTOR and isinstance(config, PPOConfig) and reads_the_other_engine(config):
@@ -292,7 +301,10 @@ def idle_engine_problems(
 
 
 def idle_problems(config: PPOConfig | SupervisedConfig, engine: EngineConfig, prefix: str) -> list[str]:
-    """Settings of an engine or backend that is not the chosen one would silently do nothing."""
+    """Return one message for each set key that the policy's strategy, a supervised run or the Ray backend ignores.
+
+    A missing Ray is reported as well.
+    """
     problems = idle_engine_problems(config, engine, prefix, "model" if isinstance(config, SupervisedConfig) else MODEL)
     if isinstance(config, SupervisedConfig):
         used, instead = ("megatron", "") if engine.strategy == "megatron" else ("fsdp_config", ": use offload_policy")

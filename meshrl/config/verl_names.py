@@ -1,4 +1,8 @@
-"""Keys as other scripts and documents spell them: what each is read as here, or why it need not be set."""
+"""The translation of verl's config keys (and of other spellings) into meshrl's keys.
+
+`ALIASES` holds the rules, one group for each part of verl's configs. A rule reads a key as another key, ignores the
+key with a note, or refuses the key with advice. `read_setting` applies the rules to a key and its value.
+"""
 
 import math
 from dataclasses import dataclass, fields
@@ -9,14 +13,17 @@ from meshrl.config.alias_rules import Alias, agree, fixed, gone, idle, read, sam
 from meshrl.config.engine import FSDPConfig, MegatronConfig
 from meshrl.config.keys import ACTOR, MODEL, REF, ROLLOUT
 
-# Keys of verl's asynchronous trainers (`rollout.*`, `async_training.*`) onto ours.
+# Keys of verl's asynchronous trainers (`rollout.*`, `async_training.*`).
 
 SYNC = "async_training"
 MIGRATE = "the steps of the run follow from it together with other keys: meshrl migrate computes them"
 
 
 def _versions(threshold: Any) -> Any:
-    """A share of samples that may be begun early, as versions by which they may be behind."""
+    """Convert verl's `staleness_threshold` to `max_staleness`, by rounding up.
+
+    verl's value is the share of samples whose generation may begin early. meshrl's value counts policy versions.
+    """
     return math.ceil(threshold) if isinstance(threshold, int | float) and not isinstance(threshold, bool) else threshold
 
 
@@ -39,11 +46,11 @@ ASYNC: tuple[Alias, ...] = (
 )
 
 
-# Keys of verl's supervised trainers (`fsdp_sft_trainer`, `sft_trainer`) onto those of `meshrl sft`.
+# Keys of verl's supervised trainers (`fsdp_sft_trainer`, `sft_trainer`), read by `meshrl sft`.
 
 FSDP, MEGATRON = "engine.fsdp_config", "engine.megatron"
 WHOLE = "micro-batches are packed rows without padding"
-# Keys that verl's two kinds of engine share in name: they are FSDP's here, unless engine.megatron is said.
+# Names of keys that both of verl's engines have: `engine.NAME` is read as FSDP's, `engine.megatron.NAME` as Megatron's.
 SHARED = tuple(field.name for field in fields(FSDPConfig))
 MEGATRON_ONLY = tuple(
     field.name for field in fields(MegatronConfig) if field.name not in (*SHARED, "context_parallel_size", "dtype")
@@ -56,7 +63,7 @@ SFT: tuple[Alias, ...] = (
     read("model.fsdp_config", FSDP),
     read("use_remove_padding", "model.use_remove_padding"),
     *(read(name, f"engine.{name}") for name in ("ulysses_sequence_parallel_size",)),
-    # Groups of Hydra: which of verl's files the section comes from.
+    # Hydra's config groups: the file of verl that a section comes from.
     read("engine", "engine.strategy", {}, "megatron", itself=True, weak=1),
     idle(
         "engine", "engine.strategy says it", "fsdp", "fsdp2", itself=True,
@@ -102,7 +109,7 @@ SFT: tuple[Alias, ...] = (
 
 
 TURNS = f"{ROLLOUT}.multi_turn"
-ENGINES = (ACTOR, "critic", "reward_model", "engine")  # the last is that of sft
+ENGINES = (ACTOR, "critic", "reward_model", "engine")  # `engine` is the section of `meshrl sft`
 OVERRIDE = "override_transformer_config"
 
 
@@ -114,7 +121,11 @@ FORWARD = "values are computed in the micro-batches of the update"
 
 
 def _reference() -> list[Alias]:
-    """The reference is a second model in the actor's engine; where it rests and how it lies may be its own."""
+    """Return the rules for the reference's keys.
+
+    The reference is a second model in the actor's engine. Its section may set its offload and its own layout; other
+    engine keys must agree with the actor's.
+    """
     shared = (
         "reshard_after_forward", "forward_prefetch", "model_dtype", "mixed_precision", "wrap_policy",
         "offload_policy", "use_orig_params", "entropy_checkpointing", "entropy_from_logits_with_chunking",
@@ -153,7 +164,7 @@ def _reference() -> list[Alias]:
 
 
 def _engine(role: str) -> list[Alias]:
-    """What actor, critic, reward model and `sft` have in common."""
+    """Return the rules for the engine keys that the actor, the critic, the reward model and `sft` share."""
     megatron, fsdp = f"{role}.megatron", f"{role}.fsdp_config"
     return [
         read(f"{role}.model.fsdp_config", fsdp),
@@ -272,7 +283,7 @@ def _model(model: str) -> list[Alias]:
     ]  # fmt: skip
 
 
-# What Megatron calls the linear layers of a decoder, and what Hugging Face's models do.
+# Megatron's names of a decoder's linear layers, and the names of these layers in Hugging Face's models.
 MEGATRON_LAYERS = {
     "linear_qkv": ["q_proj", "k_proj", "v_proj"],
     "linear_proj": ["o_proj"],
@@ -282,7 +293,7 @@ MEGATRON_LAYERS = {
 
 
 def _layer_names(modules: Any) -> Any:
-    """Names of layers as Hugging Face's models have them; all four of Megatron's are all linear layers."""
+    """Translate Megatron's layer names into Hugging Face's. All four of Megatron's names become `all-linear`."""
     if not isinstance(modules, list):
         return modules
     if set(modules) == set(MEGATRON_LAYERS):
@@ -291,7 +302,7 @@ def _layer_names(modules: Any) -> Any:
 
 
 def _adapters(model: str) -> list[Alias]:
-    """`lora.*`, as Megatron's configs have it."""
+    """Return the rules for the section `lora` below a model's section, which Megatron's configs in verl have."""
     lora = f"{model}.lora"
     return [
         read(f"{lora}.rank", f"{model}.lora_rank"),
@@ -313,7 +324,7 @@ def _adapters(model: str) -> list[Alias]:
 
 
 def _profiler(role: str) -> list[Alias]:
-    if role != ACTOR:  # there is one set of ranks, which the actor's keys say
+    if role != ACTOR:  # meshrl has one set of profiled ranks for all roles, and reads it from the actor's keys
         ranks = [idle(f"{role}.profiler.{name}", "global_profiler.ranks says which") for name in ("all_ranks", "ranks")]
     else:
         ranks = [
@@ -448,7 +459,10 @@ def _rewards() -> list[Alias]:
 
 
 def _reward_service() -> list[Alias]:
-    """A reward model that verl serves by a rollout engine: here it runs in a training engine, forward only."""
+    """Return the rules for a reward model that verl serves by a rollout engine.
+
+    In meshrl a reward model runs in a training engine, forward only.
+    """
     return [
         idle("reward_model.use_reward_loop", "functions and models score in one way"),
         idle("reward_model.num_workers", "functions run in the controller, or in reward_manager.num_processes"),
@@ -501,7 +515,7 @@ def _run() -> list[Alias]:
     ]  # fmt: skip
 
 
-# Tried in order, each on the result of those before.
+# The rules are tried in order. A rule that translates a key passes the new name and value on to the later rules.
 ALIASES: tuple[Alias, ...] = (
     *SFT,
     *_reference(),
@@ -542,30 +556,33 @@ ALIASES: tuple[Alias, ...] = (
     *_run(),
     *ASYNC,
 )
-PLACES: dict[str, list[int]] = {}  # of the aliases of a key
+PLACES: dict[str, list[int]] = {}  # `Alias.old` -> indices of its rules in `ALIASES`
 for _place, _alias in enumerate(ALIASES):
     PLACES.setdefault(_alias.old, []).append(_place)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What becomes of a setting: `name` is ours, or None where nothing is to be set."""
+    """The translation of one setting. `name` is meshrl's key, or None if there is nothing to set.
+
+    `agrees`, `over_ranks`, `weak` and `needs` are those of the rules that matched (see `Alias`).
+    """
 
     name: str | None
     value: Any
     agrees: bool = False
     over_ranks: bool = False
     weak: int = 0
-    needs: tuple[str, tuple[Any, ...]] | None = None  # a key of ours without such a value in the end: `problem` holds
+    needs: tuple[str, tuple[Any, ...]] | None = None  # if this key of the finished config has another value: `problem`
     note: str | None = None
     problem: str | None = None
 
 
 def read_setting(name: str, value: Any) -> Reading:
-    """How a key and its value are understood here."""
+    """Translate a key and its value by the rules in `ALIASES`. A key without a matching rule stays as it is."""
     written, agrees, over_ranks, weak = name, False, False, 0
     if name.rpartition(".")[2] == "_target_" or name.partition(".")[0] == "hydra":
-        return Reading(None, value)  # Hydra's own words: a class, where there is none to choose, and its settings
+        return Reading(None, value)  # keys of Hydra itself: the class of a section, and Hydra's own settings
     place = 0
     while (place := _next_match(name, place)) < len(ALIASES):
         alias = ALIASES[place]
@@ -574,7 +591,7 @@ def read_setting(name: str, value: Any) -> Reading:
         if alias.new is not None and not fits:
             continue
         if alias.new is not None and value is None and not alias.values:
-            return Reading(None, value)  # another name for a key of ours: null always means that it is not set
+            return Reading(None, value)  # null under another name always means that the key is not set
         value = next((ours for theirs, ours in alias.values.items() if same(value, theirs)), value)
         if alias.new is not None and alias.convert is not None:
             value = alias.convert(value)
@@ -595,7 +612,7 @@ def read_setting(name: str, value: Any) -> Reading:
 
 
 def canonical(name: str) -> str:
-    """The project's spelling of a dotted key."""
+    """Return meshrl's name of a dotted key. Rules for single values are skipped."""
     place = 0
     while (place := _next_match(name, place)) < len(ALIASES):
         alias = ALIASES[place]
@@ -606,12 +623,12 @@ def canonical(name: str) -> str:
 
 
 def has_alias(name: str) -> bool:
-    """Whether others have this key, or one below it, and it is not simply ours."""
+    """Return whether a rule exists for this key or for a key below it."""
     return _next_match(name, 0) < len(ALIASES) or any(alias.old.startswith(f"{name}.") for alias in ALIASES)
 
 
 def _next_match(name: str, start: int) -> int:
-    """The place of the first alias from `start` on that a key falls under; the number of aliases if there is none."""
+    """Return the index in `ALIASES` of the first rule from `start` on that matches a key, else `len(ALIASES)`."""
     found, above = len(ALIASES), name
     while above:
         for place in PLACES.get(above, ()):

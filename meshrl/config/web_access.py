@@ -1,8 +1,9 @@
-"""Which HTTP requests a server of this machine answers, so that no web page in a browser can ask it anything.
+"""Access rules for this package's HTTP servers, so that no web page in a browser can use a server on this machine.
 
-A page of any site may send requests to this machine's addresses. It can take a name of its own for the address (DNS
-rebinding), which shows in `Host`, and it can post what needs no permission (a "simple" request), which shows in
-`Origin` and in a `Content-Type` other than JSON's. Pure functions over texts: every server of this package asks them.
+A page of any site may send requests to this machine's addresses. The page can use its own host name for the address
+(DNS rebinding), which shows in the header `Host`. It can also post a "simple" request, which needs no permission. Such
+a request shows in `Origin` and in a `Content-Type` other than JSON's. Every server of this package calls these pure
+functions of header texts.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import socket
 from collections.abc import Collection, Sequence
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-# Lets every name in.
+# As a host name: accept all names.
 ANY = "*"
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/\s]+)(?::(\d{1,5}))?", re.IGNORECASE)
-# The largest head of a request: its first line and its headers, and how many of these there may be.
+# Limits of a request's head (its first line and headers): the number of bytes and the number of headers.
 MOST_HEADER_BYTES, MOST_HEADERS = 64 << 10, 100
-# In which a head must come.
+# The time within which the whole head must arrive.
 HEADER_SECONDS = 30.0
 
 
@@ -31,9 +32,9 @@ def is_loopback(host: str) -> bool:
 
 
 def own_names(host: str, more: Sequence[str] = ()) -> frozenset[str]:
-    """Return the names that a server which listens on `host` answers to; `more` are those it was told.
+    """Return the host names that a server on `host` accepts: loopback names, `host` itself and the names in `more`.
 
-    On an address of the network, this machine's own names are among them.
+    If `host` is not a loopback address, this machine's own names are accepted as well.
     """
     names = {*LOOPBACK_NAMES, host, *more}
     if not is_loopback(host):
@@ -42,7 +43,10 @@ def own_names(host: str, more: Sequence[str] = ()) -> frozenset[str]:
 
 
 def refusal(hosts: Sequence[str], origins: Sequence[str], names: Collection[str], hint: str = "") -> str | None:
-    """Return why a request with these headers is not answered, and how to add a name; None if it is answered."""
+    """Return the reason to refuse a request with these `Host` and `Origin` headers, or None to answer it.
+
+    `hint` tells the user how to add a name.
+    """
     if ANY in names:
         return None
     found = HOST.fullmatch(hosts[0].strip()) if len(hosts) == 1 else None
@@ -60,7 +64,10 @@ def refusal(hosts: Sequence[str], origins: Sequence[str], names: Collection[str]
 
 
 def is_json(content_types: Sequence[str]) -> bool:
-    """Return whether a body is said to be JSON, which no page of another site can say without asking first."""
+    """Return whether the request has exactly one `Content-Type` and that is JSON.
+
+    A page of another site cannot send JSON without a preflight request.
+    """
     return len(content_types) == 1 and content_types[0].split(";")[0].strip().lower() == "application/json"
 
 

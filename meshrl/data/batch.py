@@ -1,8 +1,10 @@
-"""DataProto: the one message between controller and workers, a batch of samples with tensors and Python objects.
+"""DataProto: a batch of samples with tensors and Python objects, the message between controller and workers.
 
-`batch` holds tensors (dense or jagged) whose first dim is the sample, `non_tensor_batch` numpy arrays (mostly of
-objects) of the same length, `meta_info` what holds for the batch as a whole. Slices, chunks and splits are views;
-everything that picks or repeats rows copies. `to`, `union`, `rename`, `reorder` and `pop` change the object itself.
+`batch` holds tensors (dense or jagged) whose first dim is the sample. `non_tensor_batch` holds numpy arrays (mostly of
+objects) of the same length. `meta_info` holds values for the whole batch. Slices, chunks and splits are views; methods
+that pick or repeat rows copy them. `to`, `union`, `rename`, `reorder` and `pop` change the object itself.
+
+`scored_rows` finds the samples that have a score. `concat_samples` joins batches of different prompt widths.
 """
 
 from __future__ import annotations
@@ -39,9 +41,9 @@ from meshrl.data.serialization import dumps, is_jagged, seal
 
 logger = logging.getLogger(__name__)
 
-# What a file says that it holds, and in which format.
+# The key that marks a file as a stored DataProto, and the version of the format.
 STORED_KEY, STORED_FORMAT = "dataproto", 1
-# In meta_info: chunks may be of unequal size, because whoever dispatches them pads.
+# If set in meta_info, chunks may have unequal sizes, because the dispatcher pads them.
 AUTO_PADDING_KEY = "_auto_padding"
 
 RowIndex = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
@@ -53,16 +55,16 @@ Keys = str | Sequence[str] | None
 class DataProtoItem:
     """One sample of a DataProto: its tensors without the batch dim, its objects, and the batch's meta_info."""
 
-    batch: Any = None  # a TensorDict, or None where there are no tensors; Any, since indexing one has no useful type
+    batch: Any = None  # a TensorDict, or None without tensors; typed Any, because indexing it has no useful type
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False, repr=False)
 class DataProto:
-    """A batch of samples; see the module's first lines for what its three parts hold. None is an empty part."""
+    """A batch of samples in three parts, which the module's docstring describes. None stands for an empty part."""
 
-    batch: Any = None  # a TensorDict, or None where there are no tensors; Any, since indexing one has no useful type
+    batch: Any = None  # a TensorDict, or None without tensors; typed Any, because indexing it has no useful type
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
@@ -87,10 +89,10 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> DataProto:
-        """Build from tensors and from arrays or lists of objects, all of which have the samples as their first dim.
+        """Build a DataProto from tensors and from arrays or lists of objects, with samples as the first dim of each.
 
-        A list becomes a 1-D array of its entries, whatever they are. `num_batch_dims` > 1 makes the leading dims of the
-        tensors batch dims of the TensorDict. With `auto_padding`, `chunk` may give chunks of unequal size.
+        A list becomes a 1-D array of its entries, of any type. With `num_batch_dims` > 1 that many leading dims of the
+        tensors are batch dims of the TensorDict. With `auto_padding`, `chunk` may return chunks of unequal size.
         """
         if num_batch_dims < 1 or (num_batch_dims > 1 and non_tensors):
             raise ValueError(f"num_batch_dims is {num_batch_dims}: it must be 1, or more if there are no non_tensors")
@@ -105,7 +107,7 @@ class DataProto:
     def from_single_dict(
         cls, data: Mapping[str, Any], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
     ) -> DataProto:
-        """Build from one dict, as a collate function returns it: tensors to `batch`, arrays to `non_tensor_batch`."""
+        """Build a DataProto from a collate function's dict: tensors go to `batch`, arrays to `non_tensor_batch`."""
         for key, value in _mapping("data", data).items():
             if not isinstance(value, torch.Tensor | np.ndarray):
                 raise ValueError(
@@ -117,10 +119,10 @@ class DataProto:
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
-        """The rows of all parts, one part after the other.
+        """Concatenate the rows of all parts, which must hold the same fields.
 
-        The parts must hold the same fields. Of meta_info, equal values are kept, `metrics` are collected (lists end to
-        end; dicts to one list a name), and two different values are an error.
+        Equal values of meta_info are kept, and different values are an error. Exceptions are `metrics` and `timing`:
+        `metrics` are collected (lists are joined; dicts become one list per name), and the longest `timing` is kept.
         """
         if not data:
             raise ValueError("concat needs at least one DataProto, and the list is empty")
@@ -152,7 +154,7 @@ class DataProto:
     @overload
     def __getitem__(self, item: Slice | RowIndex) -> DataProto: ...
     def __getitem__(self, item: Any) -> DataProto | DataProtoItem:
-        """One row as a DataProtoItem; a slice as views; a list, array, tensor or boolean mask as copied rows."""
+        """Return one row as a DataProtoItem, a slice as views, or copied rows for a list, array, tensor or mask."""
         if isinstance(item, slice):
             return self.slice(item.start, item.stop, item.step)
         if isinstance(item, list | tuple | range | np.ndarray | torch.Tensor) and np.ndim(item) > 0:
@@ -173,7 +175,7 @@ class DataProto:
         return DataProtoItem(batch, objects, dict(self.meta_info))
 
     def check_consistency(self) -> None:
-        """Raise a ValueError that names the field and the sizes if the fields do not agree on the number of rows."""
+        """Raise `ValueError` with the field and the sizes if the fields differ in their number of rows."""
         first, rows = "", 0
         if self.batch is not None:
             batch_size = self.batch.batch_size
@@ -193,7 +195,7 @@ class DataProto:
                 raise ValueError(f"field {key!r} has {len(array)} rows, but {first!r} has {rows}")
 
     def print_size(self, prefix: str = "") -> dict[str, int]:
-        """Log and return the bytes of the tensors and, as serialised, of the non-tensor arrays."""
+        """Log and return the size in bytes of the tensors and of the serialised non-tensor arrays."""
         data, buffers = dumps(self.non_tensor_batch)
         sizes = {
             "batch": sum(map(size_in_bytes, self._fields().values())),
@@ -204,25 +206,28 @@ class DataProto:
         return sizes
 
     def is_padding_enabled(self) -> bool:
-        """Whether `chunk` may give chunks of unequal size (made with `auto_padding=True`)."""
+        """Return whether `chunk` may return chunks of unequal size, as with `auto_padding=True`."""
         return bool(self.meta_info.get(AUTO_PADDING_KEY, False))
 
     # --- picking rows ---
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
-        """Rows `start:end:step` with Python's meaning, as views (a negative step copies)."""
+        """Return the rows `start:end:step` with Python's meaning, as views. A negative step copies the rows."""
         first, stop, stride = slice(start, end, step).indices(len(self))
         if stride < 0:
             return self.select_idxs(range(first, stop, stride))
         return self._with_rows(len(range(first, stop, stride)), lambda fields: slice_rows(fields, first, stop, stride))
 
     def select_idxs(self, idxs: RowIndex) -> DataProto:
-        """The rows numbered in `idxs`, in that order (negative counts from the end), or those where a mask is true."""
+        """Return copies of the rows in `idxs`: row numbers in any order, or a boolean mask over all rows.
+
+        A negative number counts from the end.
+        """
         index = _row_numbers(idxs, len(self))
         return self._with_rows(len(index), lambda fields: take_rows(fields, index))
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """Equal parts as views; the number of rows must be divisible by `chunks` unless padding is enabled."""
+        """Split into `chunks` equal parts, as views. Without padding enabled, an indivisible number of rows raises."""
         count = len(self)
         if chunks < 1:
             raise ValueError(f"chunk: the number of chunks must be at least 1, not {chunks}")
@@ -235,21 +240,21 @@ class DataProto:
         return [self.slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
     def split(self, split_size: int) -> list[DataProto]:
-        """Parts of `split_size` rows as views; the last one may be shorter."""
+        """Split into parts of `split_size` rows, as views. The last part may be shorter."""
         if split_size < 1:
             raise ValueError(f"split: split_size must be at least 1, not {split_size}")
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
-        """Every row `repeat_times` times: a a b b if interleaved, else a b a b."""
+        """Repeat every row `repeat_times` times. The order of rows a, b is a a b b if interleaved, else a b a b."""
         if repeat_times < 1:
             raise ValueError(f"repeat: repeat_times must be at least 1, not {repeat_times}")
         return self._with_rows(len(self) * repeat_times, lambda fields: repeat_rows(fields, repeat_times, interleave))
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
-        """Make `n_split` rows of each row: fields in `split_keys` are cut along their second dim, the others repeated.
+        """Split each row into `n_split` rows: cut fields in `split_keys` along their second dim and repeat the others.
 
-        For samples that belong together (a chosen and a rejected answer side by side) and must not be shuffled apart.
+        The input rows hold samples that must not be shuffled apart, such as a chosen and a rejected response.
         """
         split = set(split_keys or ())
         self._require(split, {*self._fields(), *self.non_tensor_batch}, "unfold_column_chunks")
@@ -261,7 +266,7 @@ class DataProto:
         return repeated
 
     def reorder(self, indices: RowIndex) -> None:
-        """Put the rows in the order of `indices`, a permutation of all row numbers, in place."""
+        """Reorder the rows in place by `indices`, a permutation of all row numbers."""
         index = _row_numbers(indices, len(self))
         if len(index) != len(self) or not torch.equal(index.sort().values, torch.arange(len(self))):
             raise ValueError(
@@ -278,9 +283,10 @@ class DataProto:
         seed: int | None = None,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> Iterator[DataProto]:
-        """Mini-batches of `mini_batch_size` rows, `epochs` times over; `dataloader_kwargs` go to torch's DataLoader.
+        """Iterate over mini-batches of `mini_batch_size` rows for `epochs` epochs.
 
-        With `dataloader_kwargs={"shuffle": True}` each epoch has an order of its own, repeatable by `seed`.
+        `dataloader_kwargs` are passed to torch's DataLoader. With `{"shuffle": True}` each epoch has another order,
+        which `seed` makes repeatable.
         """
         if mini_batch_size < 1 or len(self) % mini_batch_size:
             raise ValueError(
@@ -302,7 +308,7 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
         deepcopy: bool = False,
     ) -> DataProto:
-        """Only the named fields (None: all of that part); they share their memory unless `deepcopy`."""
+        """Return a DataProto with the named fields (None: all of that part). Memory is shared unless `deepcopy`."""
         batch = self.batch
         if batch_keys is not None:
             fields = _picked(self._fields(), batch_keys, "select: batch")
@@ -319,7 +325,7 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
-        """Take the named fields out of this object (None: none of that part) and return them as a DataProto."""
+        """Remove the named fields (None: no field of that part) and return them as another DataProto."""
         fields = _picked(self._fields(), batch_keys or (), "pop: batch")
         arrays = _picked(self.non_tensor_batch, non_tensor_batch_keys or (), "pop: non_tensor_batch")
         meta_info = _picked(self.meta_info, meta_info_keys or (), "pop: meta_info")
@@ -333,7 +339,7 @@ class DataProto:
         return type(self)(batch, arrays, meta_info)
 
     def union(self, other: DataProto) -> DataProto:
-        """Add the fields and meta_info of `other`, in place; a key in both must hold equal values. Returns self."""
+        """Add the fields and meta_info of `other` in place, and return self. A key in both must have equal values."""
         if len(self) != len(other) and not (self._is_empty() or other._is_empty()):
             raise ValueError(f"union: {len(self)} rows here, {len(other)} rows in the other; they must be equal")
         fields = union_of("batch field", self._fields(), other._fields())
@@ -345,7 +351,7 @@ class DataProto:
         return self
 
     def rename(self, old_keys: Keys = None, new_keys: Keys = None) -> DataProto:
-        """Rename fields of either part, in place: one name or a list of names to as many new ones. Returns self."""
+        """Rename fields of either part in place, and return self. The keys are two names or two equally long lists."""
         old, new = _key_list(old_keys), _key_list(new_keys)
         if len(old) != len(new):
             raise ValueError(f"rename: {len(old)} old keys {old} but {len(new)} new keys {new}")
@@ -364,15 +370,15 @@ class DataProto:
     # --- moving ---
 
     def to(self, device: torch.device | str) -> DataProto:
-        """Move the tensors to `device`, in place. Returns self."""
+        """Move the tensors to `device` in place, and return self."""
         if self.batch is not None:
             self.batch = TensorDict(move_rows(self._fields(), device), self.batch.batch_size, device=device)
         return self
 
     def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
-        """Write to one file of plain data, which is complete or absent; what is none is refused, with its place.
+        """Write to one file of plain data atomically. Raise `ValueError` for a value that is not plain data.
 
-        Tensors are stored, and come back, as CPU tensors; a subclass comes back as a DataProto.
+        Tensors are stored and loaded as CPU tensors. A subclass is loaded as a DataProto.
         """
         batch = None if self.batch is None else _plain_batch(self.batch)
         parts = {"batch": batch, "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
@@ -380,7 +386,7 @@ class DataProto:
 
     @staticmethod
     def load_from_disk(filepath: str | os.PathLike[str]) -> DataProto:
-        """Read what `save_to_disk` wrote; nothing in the file is run."""
+        """Read a file that `save_to_disk` wrote. No code in the file is run."""
         try:
             found = plain_data.load(Path(filepath))
         except FileNotFoundError:
@@ -393,7 +399,7 @@ class DataProto:
         return DataProto(batch, found["non_tensor_batch"], found["meta_info"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # envelopes let every pickler with out-of-band buffers (plain, Ray's) move the tensors' memory as it lies
+        # Envelopes let every pickler with out-of-band buffers (plain, Ray's) transfer the tensors' memory directly.
         batch = None if self.batch is None else (seal(self._fields()), tuple(self.batch.batch_size))
         return _rebuild, (type(self), batch, self.non_tensor_batch, self.meta_info)
 
@@ -413,7 +419,7 @@ class DataProto:
         return {} if self.batch is None else dict(self.batch.items())
 
     def _with_rows(self, count: int, pick: Callable[[Mapping[str, Any]], dict[str, Any]]) -> DataProto:
-        """A DataProto of `count` rows whose fields are what `pick` makes of this one's."""
+        """Return a DataProto of `count` rows, whose fields `pick` computes from this object's fields."""
         batch = None
         if self.batch is not None:
             batch = TensorDict(pick(self._fields()), [count, *self.batch.batch_size[1:]], device=self.batch.device)
@@ -430,7 +436,10 @@ class DataProto:
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Append rows, repeated from the first one on, until the length is divisible; returns also how many were added."""
+    """Append repeated rows until the length is divisible. Return the batch and the number of added rows.
+
+    The rows are repeated from the first row on.
+    """
     if size_divisor < 1:
         raise ValueError(f"size_divisor must be at least 1, not {size_divisor}")
     pad_size = -len(data) % size_divisor
@@ -440,14 +449,14 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Drop the last `pad_size` rows again."""
+    """Drop the last `pad_size` rows, which `pad_dataproto_to_divisor` added."""
     if not 0 <= pad_size <= len(data):
         raise ValueError(f"cannot drop {pad_size} rows of padding from {len(data)} rows")
     return data.slice(0, len(data) - pad_size) if pad_size else data
 
 
 def _mapping(name: str, value: Any) -> Any:
-    """The same mapping, or an empty dict for None; a ValueError for anything else."""
+    """Return the mapping itself, or an empty dict for None. Raise `ValueError` for any other type."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -456,7 +465,7 @@ def _mapping(name: str, value: Any) -> Any:
 
 
 def _plain_batch(batch: TensorDict) -> dict[str, Any]:
-    """A TensorDict, and those in it, in types that `plain` knows."""
+    """Convert a TensorDict, and nested TensorDicts, to types that `plain_data` can store."""
     fields = {key: _plain_batch(value) if isinstance(value, TensorDict) else value for key, value in batch.items()}
     return {"batch_size": list(batch.batch_size), "fields": fields}
 
@@ -490,12 +499,15 @@ def _tensordict(tensors: Mapping[str, torch.Tensor], batch_dims: int) -> TensorD
 
 
 def object_array(values: Sequence[Any]) -> np.ndarray:
-    """A column of these objects; np.array would make a 2-D array of equally long lists and a 1-D one of others."""
+    """Return a 1-D array of these objects.
+
+    `np.array` would return a 2-D array if the objects are lists of equal length.
+    """
     return np.fromiter(values, dtype=object, count=len(values))
 
 
 def columns_of(data: DataProto, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Those of the named columns that a batch has."""
+    """Return the non-tensor columns with these names. Names that the batch does not have are skipped."""
     return {name: data.non_tensor_batch[name] for name in names if name in data.non_tensor_batch}
 
 
@@ -508,7 +520,7 @@ def _as_array(key: str, value: Any) -> np.ndarray:
 
 
 def _row_numbers(idxs: Any, count: int) -> torch.Tensor:
-    """Row numbers as int64 on the CPU, from any kind of index; the mask's length and all bounds are checked."""
+    """Convert any kind of index to row numbers, int64 on the CPU. Check the length of a mask and all bounds."""
     index = idxs.detach().cpu() if isinstance(idxs, torch.Tensor) else torch.from_numpy(np.array(idxs))
     if index.ndim != 1:
         raise ValueError(f"rows are picked by a 1-D index, not one of shape {list(index.shape)}")
@@ -546,26 +558,29 @@ def _key_list(keys: Keys) -> list[str]:
     return [keys] if isinstance(keys, str) else list(keys or ())
 
 
-# Which samples of a batch have a score.
+# Samples of a batch that have a score.
 
-# The column that marks samples whose reward failed and which are not trained on.
+# The column that marks samples whose reward failed. These samples are not trained on.
 DROPPED = "reward_dropped"
 
 
 def scored_rows(batch: DataProto) -> np.ndarray:
-    """Which samples have a score, [samples] bool: the 0 of one that is dropped for a failed reward is none."""
+    """Return a mask `[samples]` (bool) of the samples that have a score.
+
+    A sample that is dropped because its reward failed has a 0 that is not a score.
+    """
     dropped = batch.non_tensor_batch.get(DROPPED)
     return np.ones(len(batch), dtype=bool) if dropped is None else ~dropped.astype(bool)
 
 
-# Putting samples of several generations into one batch: prompts of unequal width, columns that some of them lack.
+# Joining of samples of several generations, with prompts of unequal width and different columns.
 
-# Fields that begin with the prompt's columns, padded on the left, and what the padding holds (None: the pad token).
+# Fields that begin with the prompt, padded on the left, and the value of their padding (None: the pad token).
 LEFT_PADDED = {"prompts": None, "input_ids": None, "attention_mask": 0, "position_ids": 0}
 
 
 def concat_samples(parts: Sequence[DataProto], pad_token_id: int) -> DataProto:
-    """All samples, one part after the other; prompts get one width, and a column that a part lacks is None there."""
+    """Concatenate the samples of all parts. Prompts are padded to one width; missing columns are filled with None."""
     width = max(part.batch["prompts"].shape[1] for part in parts)
     columns = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)
     return DataProto.concat([_with_width(part, width, list(columns), pad_token_id) for part in parts])

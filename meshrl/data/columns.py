@@ -1,7 +1,10 @@
-"""Row operations on the fields of a batch: dense tensors, jagged tensors and numpy arrays alike.
+"""Operations on the fields of a batch, which are dense tensors, jagged tensors or numpy arrays.
 
-A row is one sample: an index into the first dim. Each function takes all fields at once, because jagged fields that
-share their offsets (and so can be added to each other) must share them afterwards too.
+* `slice_rows`, `take_rows`, `repeat_rows`, `concat_rows`, `move_rows`: operations on rows.
+* `same_value`, `union_of`, `concat_meta`: comparing and merging the values of several batches.
+
+A row is one sample: an index into the first dim. Each row operation takes all fields at once. Jagged fields that share
+their offsets can be added to each other, and must share the new offsets as well.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +16,15 @@ import torch
 from meshrl.data.serialization import Jagged, is_jagged, jagged_dim
 
 Fields = Mapping[str, Any]
-# The memo of one operation: what was derived from an offsets tensor, by the identity of the tensor it came from.
+# The memo of one operation: values derived from offsets tensors, by the identities of these tensors.
 Memo = dict[tuple[int, ...], Any]
 
 
 def slice_rows(fields: Fields, start: int, stop: int, step: int = 1) -> dict[str, Any]:
-    """Rows `start:stop:step` (within bounds, step > 0) of every field, as views; jagged ones are copied if step > 1."""
+    """Return the rows `start:stop:step` (within bounds, step > 0) of every field, as views.
+
+    Jagged fields are copied if step > 1.
+    """
     memo: Memo = {}
     return {
         name: _slice_jagged(value, start, stop, step, memo) if is_jagged(value) else value[start:stop:step]
@@ -27,19 +33,19 @@ def slice_rows(fields: Fields, start: int, stop: int, step: int = 1) -> dict[str
 
 
 def take_rows(fields: Fields, index: torch.Tensor) -> dict[str, Any]:
-    """The rows numbered in `index` (int64, on the CPU, within bounds), in that order, as copies."""
+    """Return copies of the rows in `index` `[N]` (int64, on the CPU, within bounds), in that order."""
     memo: Memo = {}
     return {name: _take(value, index, memo) for name, value in fields.items()}
 
 
 def repeat_rows(fields: Fields, times: int, interleave: bool) -> dict[str, Any]:
-    """Every row `times` times: each beside itself (`interleave`) or the whole sequence of rows again and again."""
+    """Repeat every row `times` times: each row in place (`interleave`), or the whole sequence of rows."""
     memo: Memo = {}
     return {name: _repeat(value, times, interleave, memo) for name, value in fields.items()}
 
 
 def concat_rows(parts: Sequence[Fields]) -> dict[str, Any]:
-    """The rows of all parts one after the other; the parts must hold the same fields with matching sizes."""
+    """Concatenate the rows of all parts, which must hold the same fields with matching sizes."""
     for number, part in enumerate(parts):
         if differing := set(parts[0]) ^ set(part):
             raise ValueError(
@@ -51,13 +57,13 @@ def concat_rows(parts: Sequence[Fields]) -> dict[str, Any]:
 
 
 def move_rows(fields: Fields, device: torch.device | str) -> dict[str, Any]:
-    """Every tensor field on `device`."""
+    """Return all fields with the tensors moved to `device`. Arrays stay as they are."""
     memo: Memo = {}
     return {name: _move(value, torch.device(device), memo) for name, value in fields.items()}
 
 
 def row(value: Any, number: int) -> Any:
-    """One row of one field; of a jagged field it is the dense tensor of that row's own length."""
+    """Return one row of a field. A row of a jagged field is a dense tensor with the row's own length."""
     if not is_jagged(value):
         return value[number]
     starts, lengths = _extents(value)
@@ -65,7 +71,7 @@ def row(value: Any, number: int) -> Any:
 
 
 def size_in_bytes(value: Any) -> int:
-    """Bytes of the elements of a tensor field (and of the offsets, if it is jagged)."""
+    """Return the size in bytes of a tensor field's elements, including the offsets of a jagged tensor."""
     if is_jagged(value):
         return size_in_bytes(value.values()) + size_in_bytes(value.offsets())
     if isinstance(value, torch.Tensor):
@@ -74,13 +80,13 @@ def size_in_bytes(value: Any) -> int:
 
 
 def row_lengths(jagged: Jagged) -> torch.Tensor:
-    """The length of each row of a jagged tensor, one integer a row."""
+    """Return the length of each row of a jagged tensor, as integers `[rows]`."""
     lengths = jagged.lengths()
     return jagged.offsets().diff() if lengths is None else lengths
 
 
 def packed_values(jagged: Jagged) -> torch.Tensor:
-    """The values of the rows laid end to end, without holes and without what lies before or behind the rows."""
+    """Return the values of all rows without gaps, and without values before the first or after the last row."""
     if jagged.lengths() is not None:
         return _take_jagged(jagged, torch.arange(jagged.shape[0]), {}).values()
     offsets = jagged.offsets()
@@ -99,7 +105,7 @@ def _take(value: Any, index: torch.Tensor, memo: Memo) -> Any:
 
 
 def _send(index: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Row numbers on a tensor's device, by way of pinned memory: the host does not wait for the device's work."""
+    """Move row numbers to a device. Pinned memory lets the host continue without waiting for a GPU's work."""
     return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index.to(device)
 
 
@@ -132,7 +138,7 @@ def _concat(name: str, values: list[Any], memo: Memo) -> Any:
 
 
 def _row_shape(value: Any) -> tuple[int | None, ...]:
-    # None stands for the ragged dim, whose size is a symbol of its own in every jagged tensor
+    # None stands for the ragged dim, whose size is a different symbol in every jagged tensor.
     return tuple(size if isinstance(size, int) else None for size in value.shape[1:])
 
 
@@ -149,7 +155,7 @@ def _move(value: Any, device: torch.device, memo: Memo) -> Any:
 
 
 def _extents(jagged: Jagged) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each row starts in the values, and how long it is."""
+    """Return each row's start in the values and each row's length, both `[rows]`."""
     return jagged.offsets()[:-1], row_lengths(jagged)
 
 
@@ -204,11 +210,11 @@ def _concat_jagged(parts: list[Jagged], memo: Memo) -> torch.Tensor:
     return torch.nested.nested_tensor_from_jagged(values, memo[key], jagged_dim=ragged_dim)
 
 
-# Merging what several batches say of the same key: equal values are kept, conflicts are errors that name the key.
+# Merging of mappings from several batches: equal values are kept, and conflicts are errors that name the key.
 
 
 def same_value(left: Any, right: Any) -> bool:
-    """Whether two values are equal through and through: nested containers, arrays and tensors too; NaN equals NaN."""
+    """Return whether two values are deeply equal, including nested containers, arrays and tensors. NaN equals NaN."""
     if left is right:
         return True
     if isinstance(left, str | int) and isinstance(right, str | int):
@@ -227,7 +233,7 @@ def same_value(left: Any, right: Any) -> bool:
 
 
 def union_of(kind: str, left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
-    """Both mappings in one; a key in both must hold the same value. `kind` says in the error what the keys are of."""
+    """Merge two mappings. A key in both must have the same value. `kind` names the mapping in the error message."""
     for key in left.keys() & right.keys():
         if not same_value(left[key], right[key]):
             raise ValueError(
@@ -238,9 +244,9 @@ def union_of(kind: str, left: Mapping[str, Any], right: Mapping[str, Any]) -> di
 
 
 def concat_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The meta_info of concatenated parts: equal values are kept, conflicts are errors.
+    """Merge the meta_info of concatenated parts. Equal values are kept, and conflicts are errors.
 
-    `metrics` are collected; of `timing`, seconds by name, the slowest part counts.
+    `metrics` are collected. For `timing` (seconds by name), the longest time of any part is kept.
     """
     merged: dict[str, Any] = {}
     for number, meta in enumerate(metas):
@@ -264,7 +270,7 @@ def concat_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def brief(value: Any) -> str:
-    """A value in at most about 80 characters, for an error message."""
+    """Describe a value in at most about 80 characters, for an error message."""
     if isinstance(value, torch.Tensor | np.ndarray):
         name = "jagged" if is_jagged(value) else type(value).__name__
         return f"{name} of {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
@@ -278,12 +284,12 @@ def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
     if is_jagged(left):
         if not torch.equal(row_lengths(left), row_lengths(right)) or jagged_dim(left) != jagged_dim(right):
             return False
-        # equal rows may lie differently in memory
+        # Equal rows may have different layouts in memory.
         left, right = packed_values(left), packed_values(right)
     if left.shape != right.shape:
         return False
     if left.data_ptr() == right.data_ptr() and left.stride() == right.stride():
-        return True  # the same memory, seen through two views
+        return True  # two views of the same memory
     if torch.equal(left, right):
         return True
     if not (left.is_floating_point() or left.is_complex()):
@@ -300,7 +306,7 @@ def _same_array(left: np.ndarray, right: np.ndarray) -> bool:
 
 
 def _concat_metrics(metrics: list[Any]) -> Any:
-    """Lists are joined end to end; dicts become one dict in which each name holds the list of all its values."""
+    """Join lists of metrics to one list, or dicts of metrics to one dict with a list of all values per name."""
     if all(isinstance(value, list) for value in metrics):
         return [entry for value in metrics for entry in value]
     if not all(isinstance(value, Mapping) for value in metrics):

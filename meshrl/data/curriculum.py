@@ -1,4 +1,4 @@
-"""An order of the user's own: a sampler class that says which prompts come next, and may learn from how they went."""
+"""A curriculum: a sampler class of the user that chooses the next prompts, and may adapt to the trained batches."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from meshrl.data.batch import DataProto
 from meshrl.data.prompts import PromptDataset
 from meshrl.data.sampling import RowOrder, check_enough_rows
 
-# Under this name the sampler's own state lies in that of its order.
+# The key of the sampler's own state in the state of its order.
 STATE = "sampler_state"
 
 
 class SamplerOrder(RowOrder):
-    """Batches of the row numbers that a sampler yields; an epoch is one iteration of it.
+    """An order of batches from the row numbers that a user's sampler yields. An epoch is one iteration of the sampler.
 
-    The sampler is `data.sampler.class_name(data_source, data_config)`. It may have `update(batch)`, called with every
-    batch that was trained on, and `state_dict` with `load_state_dict`; without both a resumed run passes over what an
-    earlier one took. The next batch is drawn after the update.
+    The sampler is `data.sampler.class_name(data_source, data_config)`. It may have `update(batch)`, which is called
+    with every trained batch before the next batch is drawn. It may have `state_dict` and `load_state_dict`. If it does
+    not have both, a resumed run skips the row numbers that the earlier run took.
     """
 
     def __init__(self, data: PromptDataset, config: DataConfig, batch_size: int):
@@ -41,8 +41,8 @@ class SamplerOrder(RowOrder):
 
     def __iter__(self) -> Iterator[np.ndarray]:
         passed_over = 0 if self._has_state else self.position
-        goes_on = self.position > 0  # what a resumed sampler has left may be less than a batch
-        # at the end of its pass, its state may have it begin the next one at once, or first end this one
+        goes_on = self.position > 0  # the rest of a resumed sampler's epoch may be smaller than a batch
+        # A sampler that was saved at the end of its epoch may begin the next epoch at once, or first end this epoch.
         begun = goes_on and self._has_state and self.position == self.batches_per_epoch * self.batch_size
         if begun:
             self.epoch, self.position = self.epoch + 1, 0
@@ -86,7 +86,10 @@ class SamplerOrder(RowOrder):
         return super().state_dict() | {STATE: self._own_state()}
 
     def _own_state(self) -> Any:
-        """The sampler's state as plain data for JSON, which alone would change a dict's keys and has no tensors."""
+        """Return the sampler's state as plain data for JSON.
+
+        JSON alone would change the keys of dicts and cannot hold tensors.
+        """
         try:
             return plain_data.to_json(self.sampler.state_dict(), f"{self.name}.state_dict()")
         except plain_data.NotPlainError as error:
@@ -98,7 +101,7 @@ class SamplerOrder(RowOrder):
             return
         if STATE in state:
             self.sampler.load_state_dict(plain_data.from_json(state[STATE]))
-        elif "sampler" in state:  # of an older version
+        elif "sampler" in state:  # a state from an older version of meshrl
             self.sampler.load_state_dict(state["sampler"])
 
     @property

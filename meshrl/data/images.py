@@ -1,6 +1,11 @@
-"""From an encoded image (PNG, JPEG, ...) to what a model takes: patches of pixels, in rows and columns.
+"""Conversion of encoded images (PNG, JPEG, ...) to the patches of pixels that a vision-language model takes.
 
-Images travel encoded and become pixels where a model is: as pixels a photograph is a hundred times as large.
+* `ImageReader`: reads images by the image processor in a model's folder.
+* `open_image`, `upright`, `as_png`: decoding and encoding.
+* `Seen`: the images of a packed row.
+
+Images are sent encoded and are decoded in the process of the model: the pixels of a photograph are a hundred times as
+large as its file.
 """
 
 from __future__ import annotations
@@ -24,11 +29,11 @@ from meshrl.config.model_folder import PROCESSOR_FILES, has_processor
 
 # The column of a batch with the encoded images of each sample, in the order of their places in the prompt.
 IMAGES = "images"
-# Kinds of files that are opened: PIL knows others whose readers start programs.
+# File formats that are opened. PIL knows others, whose readers start programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-# A file of a few bytes may stand for gigabytes of pixels.
+# The largest permitted number of pixels, because a file of a few bytes may decode to gigabytes.
 MOST_PIXELS = 1 << 26
-# Pixels of images that are kept for the next pass over the same samples.
+# The cache size in bytes for the pixels of images, which the next pass over the same samples needs again.
 KEPT_BYTES = 512 << 20
 _numbers = itertools.count()
 Made = TypeVar("Made")
@@ -36,7 +41,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Pixels:
-    """One image: `values` [patches, numbers], and its patches by time, height and width."""
+    """The patches of one image: `values` `[patches, numbers]`, and their `grid` (time, height, width in patches)."""
 
     values: Tensor
     grid: tuple[int, int, int]
@@ -44,14 +49,14 @@ class Pixels:
 
 @dataclass(frozen=True)
 class Head:
-    """What is known of an image that was read once. No other one has its `number`."""
+    """The grid of an image that was decoded once, and a `number` that is unique in the process."""
 
     grid: tuple[int, int, int]
     number: int = field(default_factory=lambda: next(_numbers))
 
 
 class Newest(Generic[Made]):
-    """What was made of the images that were asked for last, as long as it is not more than so many bytes."""
+    """A thread-safe LRU cache of results per encoded image, limited to `most_bytes` bytes of results."""
 
     def __init__(self, most_bytes: int):
         self.most_bytes, self._held = most_bytes, 0
@@ -59,7 +64,7 @@ class Newest(Generic[Made]):
         self._lock = threading.Lock()
 
     def get(self, image: bytes) -> Made | None:
-        """What is kept of an image."""
+        """Return the cached result of an image, or None. The image becomes the most recently used."""
         with self._lock:
             if image not in self._found:
                 return None
@@ -67,7 +72,10 @@ class Newest(Generic[Made]):
             return self._found[image][0]
 
     def keep(self, image: bytes, made: Made, size: int) -> Made:
-        """Keeps it, unless another thread was quicker; gives what is kept."""
+        """Cache a result of `size` bytes and return it.
+
+        If another thread has cached a result of this image, that result is kept and returned.
+        """
         with self._lock:
             if image not in self._found:
                 self._found[image] = (made, size)
@@ -79,7 +87,7 @@ class Newest(Generic[Made]):
 
 
 class ImageReader:
-    """Reads images as the model in a folder wants them."""
+    """A reader of encoded images for one model, by the image processor in the model's folder, with caches."""
 
     def __init__(self, folder: str | Path, trust_remote_code: bool = False):
         if not has_processor(folder):
@@ -92,17 +100,21 @@ class ImageReader:
                 "not be read; set it to true"
             )
         self._pixels: Newest[Pixels] = Newest(KEPT_BYTES)
-        self._heads: Newest[Head] = Newest(KEPT_BYTES)  # counted by the files, which are a tenth of their pixels
+        self._heads: Newest[Head] = Newest(KEPT_BYTES)  # sizes are those of the files, a tenth of their pixels
 
     def num_tokens(self, image: bytes) -> int:
-        """How many tokens of a prompt an image takes, whichever way up. Only its head is read."""
+        """Return the number of prompt tokens of an image. Only the image's header is read.
+
+        Its orientation (EXIF) does not change the number.
+        """
         width, height = open_image(image).size
         return int(self.processor.get_number_of_image_patches(height, width, {})) // self.processor.merge_size**2
 
     def grid(self, image: bytes) -> tuple[int, int, int]:
-        """Pictures in time, rows and columns of patches, without reading more than the head of the image.
+        """Return the grid of an image (time, rows and columns of patches). Only the image's header is read.
 
-        Of an image that was not read yet, rows and columns are those next to its proportions.
+        For an image that was not decoded yet, rows and columns are an estimate: the factors of the exact number of
+        tokens that are closest to the image's proportions.
         """
         if (known := self._heads.get(image)) is not None:
             return known.grid
@@ -115,7 +127,7 @@ class ImageReader:
         return 1, rows * merge, squares // rows * merge
 
     def pixels(self, image: bytes) -> Pixels:
-        """The image's patches; those of the last images are kept."""
+        """Return the image's patches. The patches of the most recent images are cached."""
         if (found := self._pixels.get(image)) is not None:
             return found
         made = self.processor(images=[upright(image)], return_tensors="pt")
@@ -124,14 +136,14 @@ class ImageReader:
         return self._pixels.keep(image, pixels, pixels.values.nbytes)
 
     def head(self, image: bytes) -> Head:
-        """The image's size and number, which are kept for longer than its patches."""
+        """Return the image's grid and number, which are cached for longer than its patches."""
         found = self._heads.get(image)
         return found or self._heads.keep(image, Head(self.pixels(image).grid), len(image))
 
 
 @functools.cache
 def reader_of(folder: str, trust_remote_code: bool = False) -> ImageReader:
-    """The reader of a model's folder: all that a process has of this model share what it keeps."""
+    """Return the reader of a model's folder. All users of the model in a process share the reader and its caches."""
     return ImageReader(folder, trust_remote_code)
 
 
@@ -140,14 +152,14 @@ def _processor(folder: str | Path, trust_remote_code: bool) -> Any:
 
     try:
         return AutoImageProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except ImportError:  # older versions of Transformers choose none without torchvision; all families share this one
+    except ImportError:  # older versions of Transformers find no processor without torchvision; all families share this
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
         return Qwen2VLImageProcessorPil.from_pretrained(folder)
 
 
 def as_png(pixels: np.ndarray) -> bytes:
-    """Pixels [height, width, 3] of 8 bits as a PNG file."""
+    """Encode pixels `[height, width, 3]` (uint8) as a PNG file."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -156,12 +168,12 @@ def as_png(pixels: np.ndarray) -> bytes:
 
 
 def open_image(image: bytes) -> Any:
-    """A PIL image as it was stored, not decoded yet; a `ValueError` for what is no image, or too large a one."""
+    """Open an encoded image with PIL without decoding it. Raise `ValueError` if it is not an image or too large."""
     from PIL import Image
 
     try:
         opened = Image.open(io.BytesIO(image), formats=FORMATS)
-    except Exception as error:  # what a damaged file may do is up to each reader
+    except Exception as error:  # a damaged file may raise any exception, depending on PIL's reader
         raise ValueError(f"{len(image)} bytes that are no image ({error})") from error
     width, height = opened.size
     if width * height > MOST_PIXELS:
@@ -170,29 +182,31 @@ def open_image(image: bytes) -> Any:
 
 
 def upright(image: bytes) -> Any:
-    """A decoded PIL image in RGB, the way up that it is shown."""
+    """Decode an image with PIL, in RGB and rotated by its EXIF orientation. Raise `ValueError` if that fails."""
     from PIL import ImageOps
 
     opened = open_image(image)
     try:
         return ImageOps.exif_transpose(opened).convert("RGB")
-    except Exception as error:  # its head was whole
+    except Exception as error:  # the header was valid, but the rest is damaged
         raise ValueError(f"an image of {len(image)} bytes cannot be decoded ({error})") from error
 
 
-# The images of a packed row, as a model takes them.
+# The images of a packed row, as inputs of a model.
 
 NOT_AN_IMAGE = -1
-# Of a sample, encoded, in the order of their places.
+# The encoded images of a sample, in the order of their places in the prompt.
 Images = tuple[bytes, ...]
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The images of a packed row.
+    """The images of a packed row, as inputs of a vision-language model.
 
-    `positions` [3, tokens] and `square_of` [tokens] (which of the squares of all images, or `NOT_AN_IMAGE`) are of the
-    row's tokens; `pixels` and `grids` of its distinct images. `shifts`: how many positions each document ends earlier.
+    `positions` `[3, tokens]` and `square_of` `[tokens]` describe the row's tokens. They have the rotary positions, and
+    the index among the squares of all images (or `NOT_AN_IMAGE`). `pixels` and `grids` describe the row's distinct
+    images. `shifts` has a number for each document: positions that its images save. An image takes fewer positions
+    than tokens, so that the document ends at a position that is smaller by this number.
     """
 
     positions: Tensor
@@ -202,13 +216,16 @@ class Seen:
     shifts: list[int]
 
     def to(self, device: torch.device) -> Seen:
-        """On a device; from the host through pinned memory, so that nothing waits."""
+        """Copy the tensors to a device. Pinned memory lets the host continue without waiting."""
         if device.type == "cpu":
             return self
         names = ("positions", "square_of", "pixels", "grids")
         return replace(self, **{n: getattr(self, n).pin_memory().to(device, non_blocking=True) for n in names})
 
     def part(self, take: Callable[..., Tensor]) -> Seen:
-        """For a rank's tokens of a row that several ranks share, which it takes; all of them look at all images."""
+        """Return the part for a rank, if several ranks share a row. `take` selects the rank's tokens.
+
+        Every rank computes the features of all images.
+        """
         positions = take(self.positions.T).T
         return replace(self, positions=positions, square_of=take(self.square_of, NOT_AN_IMAGE))

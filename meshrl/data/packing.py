@@ -1,4 +1,4 @@
-"""Packing: from a padded rectangle to one row of documents, and back."""
+"""Packing of a padded batch into one row of documents without padding, and unpacking of the results."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from meshrl.data.images import Seen
 class PackedRow:
     """The tokens of a padded batch without its padding, longest document first.
 
-    `predictors[i]` is the place in the row whose output predicts `targets[i]`; `slots[i]` is where that number belongs
-    in the flattened [batch, columns] rectangle of targets. `samples` says which sample of the batch each document is. A
-    row that kept its padding has an `attention_mask`, one with images has `seen` them.
+    The output at position `predictors[i]` of the row predicts `targets[i]`. `slots[i]` is the position of that result
+    in the flattened rectangle of targets, whose `shape` is `[batch, columns]`. `lengths` has the tokens of each
+    document, and `samples` its sample in the batch. A row made by `keep_padding` has the batch's order and an
+    `attention_mask` `[batch, width]`. A row with images has them in `seen`.
     """
 
     input_ids: Tensor
@@ -31,7 +32,7 @@ class PackedRow:
     seen: Seen | None = None
 
     def to(self, device: torch.device) -> PackedRow:
-        """The row on a device; from the host it goes through pinned memory, so that nothing waits for the device."""
+        """Copy the row to a device. Pinned memory lets the host continue without waiting for the device."""
         if device.type == "cpu":
             return self
         moved = {
@@ -42,19 +43,26 @@ class PackedRow:
         return replace(self, **moved, seen=None if self.seen is None else self.seen.to(device))
 
     def unpack(self, values: Tensor) -> Tensor:
-        """Puts one number a target back into the rectangle; zeros elsewhere. Differentiable."""
+        """Scatter one value per target `[targets]` into the rectangle `[batch, columns]`, with zeros elsewhere.
+
+        The operation is differentiable.
+        """
         flat = values.new_zeros(self.shape[0] * self.shape[1])
         return flat.index_put((self.slots,), values).view(self.shape)
 
 
 def pack(input_ids: Tensor, attention_mask: Tensor, target_mask: Tensor) -> PackedRow:
-    """Packs a batch; `target_mask` [batch, columns] marks, over its last columns, the tokens to be predicted."""
+    """Pack a padded batch into one row.
+
+    `input_ids` and `attention_mask` are `[batch, width]`. `target_mask` `[batch, columns]` covers the last `columns` of
+    them and marks the tokens to predict.
+    """
     batch, columns = _check_shapes(input_ids, attention_mask, target_mask)
     keep = attention_mask.bool()
     lengths = keep.sum(1)
     if len(lengths) and int(lengths.min()) == 0:
         raise ValueError("a sample without any token cannot be packed: its attention_mask is all zeros")
-    # Sorted, documents of equal length become neighbours, which attention handles in one call.
+    # Sorting makes documents of equal length neighbours, which attention computes in one call.
     order = None
     if bool((lengths[1:] > lengths[:-1]).any()):
         order = torch.argsort(lengths, descending=True, stable=True)
@@ -76,7 +84,7 @@ def pack(input_ids: Tensor, attention_mask: Tensor, target_mask: Tensor) -> Pack
 
 
 def _check_first_tokens(keep: Tensor, wanted: Tensor) -> None:
-    """Nothing predicts a document's first token."""
+    """Raise `ValueError` if a document's first token is a target, because no output predicts it."""
     first = keep.int().argmax(1) - (keep.shape[1] - wanted.shape[1])
     inside = (first >= 0).nonzero()[:, 0]
     if bool(wanted[inside, first[inside]].any()):
@@ -84,10 +92,13 @@ def _check_first_tokens(keep: Tensor, wanted: Tensor) -> None:
 
 
 def keep_padding(input_ids: Tensor, attention_mask: Tensor, target_mask: Tensor) -> PackedRow:
-    """The same row with its padding, for models whose attention knows nothing of packed documents."""
+    """Make a row from a padded batch without removing the padding, for models that cannot compute packed documents.
+
+    The arguments are those of `pack`. Only columns that no sample uses are cut off.
+    """
     batch, columns = _check_shapes(input_ids, attention_mask, target_mask)
     width = input_ids.shape[1]
-    # Columns that no sample uses cost nothing: they are cut off on both sides.
+    # Columns that no sample uses are cut off on both sides, so that they cost nothing.
     used = attention_mask.any(0).nonzero()[:, 0]
     first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, width)
     rows, places = (target_mask.bool() & attention_mask[:, -columns:].bool()).nonzero(as_tuple=True)
@@ -95,7 +106,7 @@ def keep_padding(input_ids: Tensor, attention_mask: Tensor, target_mask: Tensor)
     before = attention_mask.bool().cumsum(1)[rows, target_column] - 1
     if bool((before == 0).any()):
         raise ValueError("a document's first token cannot be predicted: every prompt needs at least one token")
-    # The token before is the last real one to the left: tool calls may leave holes.
+    # A target's predictor is the last real token to its left, because tool calls may leave holes in the mask.
     columns_of = torch.arange(width).expand_as(attention_mask).masked_fill(~attention_mask.bool(), -1)
     previous = torch.cat([columns_of.new_full((batch, 1), -1), columns_of.cummax(1).values[:, :-1]], 1)
     predictors = rows * (last - first) + previous[rows, target_column] - first

@@ -1,14 +1,15 @@
-"""Values as plain data: written exactly, and read back without running anything, unlike a pickle.
+"""Serialisation of values as plain data: exact, and read without running code, unlike a pickle.
 
-A value becomes a tree of what JSON knows; what it does not know is an object with the key `$`, which names its kind:
+A value becomes a tree of JSON types. A type that JSON does not have becomes an object with the key `$` for its kind:
 
     {"$": "tuple", "of": [1, 2]}    {"$": "float", "bits": "7ff8000000000000"}    {"$": "tensor", "at": "0"}
 
-The bytes of tensors and arrays lie beside the tree: in a file (`save`, `load`), which is safetensors with the tree as
-one more tensor, or as base64 within it (`to_json`, `from_json`). What is known: None, booleans, numbers, texts, bytes,
-lists, tuples, dicts, sets, dates, decimals, UUIDs, numpy's scalars and arrays (also of objects) and torch's tensors
-(dense and jagged). Anything else is refused, with its type and where it stands; subclasses too, for they would come
-back as something else. Tensors come back on the CPU, without gradient history.
+The bytes of tensors and arrays are stored separately from the tree. In a file (`save`, `load`) they are tensors of a
+safetensors file, in which the tree is one more tensor. In JSON (`to_json`, `from_json`) they are base64 texts.
+Supported types are None, bools, numbers, strings, bytes, lists, tuples, dicts, sets, dates, decimals, UUIDs, numpy's
+scalars and arrays (also of objects) and torch's tensors (dense and jagged). Any other type is refused, with its name
+and its place in the value. Subclasses are refused too, because they would be read as their base type. Tensors are read
+as CPU tensors without gradient history.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ from meshrl.data.serialization import (
 from meshrl.files import writing_whole
 
 FORMAT = "1"
-# In the header of a file: the number of its format. In its tensors: the tree, as the bytes of JSON.
+# The entry in a file's header with the format's version, and the name of the tensor with the tree as JSON bytes.
 FORMAT_KEY = "meshrl_plain_data"
 TREE = "tree"
 KIND = "$"
-# Larger integers are written in base 16: Python reads no more than 4,300 digits of base 10.
+# Larger integers are written in base 16, because Python reads at most 4,300 decimal digits.
 LARGE = 1 << 4096
-# From so many numbers of one type on, a list is stored as a tensor: of tokens and log-probs there are many.
+# The least length at which a list of numbers of one type is stored as a tensor. Token ids and log-probs are long lists.
 MANY = 64
-# What numpy calls the types whose arrays are nothing but bytes: no objects, no records.
+# numpy's kinds of dtypes whose arrays are plain bytes: no objects and no records.
 ARRAY_KINDS = "biufcSUmM"
-# What a pickle of Python 3 begins with.
+# The first byte of a pickle of Python 3.
 PICKLE_START = b"\x80"
 
 Tree = Any
@@ -60,21 +61,24 @@ Fetch = Callable[[str], Tensor]
 
 
 class NotPlainError(ValueError):
-    """A value that cannot be written as plain data."""
+    """The error for a value that cannot be written as plain data, with its type and its place."""
 
 
 def save(value: Any, file: Path, where: str = "") -> None:
-    """Write a value to one file, which is complete or absent; `where` stands before the path in what is refused."""
+    """Write a value to one file atomically. Raise `NotPlainError` for a part that is not plain data.
+
+    `where` names the value in the error message, before the path to the part.
+    """
     tree, kept = _written(value, where)
     tensors = {name: t if t.dtype in DTYPE_NAMES else _bytes_of(t) for name, t in kept.items()}
     text = json.dumps(tree, separators=(",", ":")).encode()
     tensors[TREE] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    with writing_whole(file, on_disk=False) as aside:  # checkpoints put all their files there themselves
+    with writing_whole(file, on_disk=False) as aside:  # checkpoints flush all their files to disk themselves
         save_tensors(tensors, aside, {FORMAT_KEY: FORMAT})
 
 
 def load(file: Path) -> Any:
-    """Return the value in a file that `save` wrote; a `ValueError` that names it where it is none, or a pickle."""
+    """Return the value in a file that `save` wrote. Raise `ValueError` for another file, such as a pickle."""
     if is_pickle(file):
         raise ValueError(
             f"'{file}' is a pickle, as files were before: 'meshrl convert {file} NEW --trust-pickle' makes plain data "
@@ -88,7 +92,7 @@ def load(file: Path) -> Any:
 
         def fetch(name: str) -> Tensor:
             found: Tensor = tensors.get_tensor(name)
-            return found.clone()  # not the file's own pages: it may be cut short one day
+            return found.clone()  # a copy, because the file's memory map would break if the file were truncated
 
         try:
             tree = json.loads(tensors.get_tensor(TREE).numpy().tobytes())
@@ -100,15 +104,15 @@ def load(file: Path) -> Any:
 
 
 def is_pickle(file: Path) -> bool:
-    """Return whether a file begins as a pickle does."""
+    """Return whether a file begins like a pickle and not like a safetensors file."""
     with file.open("rb") as stream:
         start = stream.read(12)
-    # Eight bytes with the length of the header come first in safetensors, and then its opening brace.
+    # A safetensors file begins with eight bytes for the header's length, followed by the header's opening brace.
     return start.startswith(PICKLE_START) and start[8:9] != b"{"
 
 
 def to_json(value: Any, where: str = "") -> Tree:
-    """Return the value as what `json` knows, with the bytes of tensors inside."""
+    """Return the value as JSON types, with the bytes of tensors as base64 texts."""
     tree, kept = _written(value, where)
     return {
         "tree": tree,
@@ -117,7 +121,7 @@ def to_json(value: Any, where: str = "") -> Tree:
 
 
 def from_json(tree: Tree) -> Any:
-    """Return what `to_json` wrote; a `ValueError` where that cannot be read."""
+    """Return the value that `to_json` converted. Raise `ValueError` if the tree cannot be read."""
 
     def fetch(name: str) -> Tensor:
         content = bytearray(base64.b64decode(tree["bytes"][name], validate=True))
@@ -130,7 +134,7 @@ def from_json(tree: Tree) -> Any:
 
 
 def _written(value: Any, where: str) -> tuple[Tree, dict[str, Tensor]]:
-    """The tree of a value, and the tensors that it names."""
+    """Return the tree of a value, and the tensors to which the tree refers by name."""
     writer = _Writer()
     try:
         return writer.tree(value, where), writer.tensors
@@ -139,7 +143,7 @@ def _written(value: Any, where: str) -> tuple[Tree, dict[str, Tensor]]:
 
 
 class _Writer:
-    """Makes trees of values and keeps the tensors, one that occurs twice once."""
+    """A converter of values to trees, which collects the tensors. A tensor that occurs twice is stored once."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -174,7 +178,7 @@ class _Writer:
     def _text(self, value: str, where: str) -> Tree:
         try:
             value.encode()
-        except UnicodeEncodeError:  # halves of characters, which JSON would join
+        except UnicodeEncodeError:  # surrogate halves, which JSON would join to characters
             return {KIND: "text", "points": list(map(ord, value))}
         return value
 
@@ -207,7 +211,7 @@ class _Writer:
         ]
 
     def _ordered(self, value: OrderedDict[Any, Any], where: str) -> Tree:
-        versions = vars(value).get("_metadata")  # a module's state_dict has them
+        versions = vars(value).get("_metadata")  # the versions of modules in a state_dict
         if set(vars(value)) - {"_metadata"}:
             raise NotPlainError(f"{where or 'the value'} is an OrderedDict with attributes of its own: use a dict")
         return {KIND: "ordered", "of": self._pairs(value, where), "versions": self.tree(versions, where)}
@@ -301,7 +305,7 @@ _WRITERS: dict[type, Callable[[_Writer, Any, str], Tree]] = {
 
 
 class _Reader:
-    """Makes values of trees; a tensor that occurs twice comes back as one."""
+    """A converter of trees to values. A tensor that occurs twice becomes one tensor."""
 
     def __init__(self, fetch: Fetch):
         self._fetch = fetch

@@ -1,4 +1,7 @@
-"""Prompts with images: `<image>` in a text, or a part of a chat message, for each image of the row, in that order."""
+"""Prompts with images: finding the images of a row, and expanding their places to image tokens.
+
+A prompt has `<image>` in a text, or an image part of a chat message, for each image of the row, in that order.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+(;[\w.=+-]+)*;base64,")
 
 
 class PromptImages:
-    """Finds the images of rows and makes room for their tokens in the prompts, for the model in a folder."""
+    """The image preprocessing of prompts for one vision-language model.
+
+    It finds the images of rows, and repeats the image token in the prompts as often as the model needs.
+    """
 
     def __init__(self, folder: str | Path, tokenizer: Tokenizer, key: str | None, trust_remote_code: bool = False):
         config = read_json(Path(folder) / "config.json")
@@ -35,7 +41,7 @@ class PromptImages:
         self.place = "".join(tokenizer.convert_ids_to_tokens(around))
 
     def of(self, row: Row, number: int) -> Images:
-        """The encoded images of a row."""
+        """Return the encoded images of a row from the column `key`. Raise `RowError` if one cannot be read."""
         found = None if self.key is None else _plain(row.get(self.key))
         several = found if isinstance(found, Sequence) and not isinstance(found, str | bytes) else [found]
         try:
@@ -44,21 +50,24 @@ class PromptImages:
             raise RowError(number, f"'{self.key}': {error}") from error
 
     def column(self, rows: Iterable[tuple[Row, int]]) -> dict[str, np.ndarray]:
-        """The column of a batch with the images of some rows, which come with their numbers."""
+        """Return the images of some rows as a column of a batch. The rows come as pairs of row and row number."""
         return {IMAGES: object_array([self.of(row, number) for row, number in rows])}
 
     def with_places(self, prompt: Any) -> Any:
-        """A prompt whose places for images a tokenizer, or its chat template, knows."""
+        """Replace `<image>` in a prompt by the model's tokens for an image, or by an image part of a chat message."""
         if isinstance(prompt, str):
             return prompt.replace(PLACE, self.place)
         return [_in_parts(message) for message in prompt] if is_chat(prompt) else prompt
 
     def expanded(self, ids: np.ndarray, images: Images, number: int) -> np.ndarray:
-        """A tokenized prompt with as many tokens for each image as the model takes for it."""
+        """Return a tokenized prompt in which each image token is repeated to the image's number of tokens."""
         return np.repeat(ids, self.times(ids, images, number))
 
     def times(self, ids: np.ndarray, images: Images, number: int) -> np.ndarray:
-        """How often each token has to stand there: 1, or for the place of an image as often as the model takes."""
+        """Return how often each token must be repeated: 1, or the image's number of tokens for an image token.
+
+        Raise `RowError` if the prompt has not one place for each image.
+        """
         places = (ids == self.image_token).nonzero()[0]
         if len(places) != len(images):
             column = f"'{self.key}'" if self.key else "the row, since no column of images is named (image_key)"
@@ -76,7 +85,10 @@ class PromptImages:
 
 
 def check_no_images(rows: Sequence[Row], key: str, first: int = 0) -> None:
-    """A row with images is an error where the model does not see: it would answer without having looked."""
+    """Raise `RowError` for a row with images, for a model that takes none and would ignore the images.
+
+    `first` is the number of the first row.
+    """
     for number, row in enumerate(rows, first):
         if _plain(row.get(key)):
             raise RowError(
@@ -87,7 +99,10 @@ def check_no_images(rows: Sequence[Row], key: str, first: int = 0) -> None:
 
 
 def encoded(image: Any) -> bytes:
-    """An image as the bytes of a file: given so, by path, as a data URL, as {bytes, path} of a data set, or by PIL."""
+    """Return an image as the bytes of an image file. Raise `ValueError` if that fails.
+
+    The image is given as bytes, a path, a data URL, a dict with `bytes` or `path` (from a dataset), or a PIL image.
+    """
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path")
     if isinstance(image, bytes):
@@ -110,12 +125,12 @@ def encoded(image: Any) -> bytes:
 
 
 def is_data_url(text: str) -> bool:
-    """Whether a text holds what it names."""
+    """Return whether a text is a base64 data URL, which contains the data itself."""
     return DATA_URL.match(text) is not None
 
 
 def from_data_url(url: str) -> bytes:
-    """What a data URL holds; a `ValueError` if it cannot be read."""
+    """Decode the bytes in a base64 data URL. Raise `ValueError` if it is not base64."""
     try:
         return base64.b64decode(url.partition(",")[2], validate=True)
     except binascii.Error as error:
@@ -123,7 +138,7 @@ def from_data_url(url: str) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """A column's value; tables give lists as arrays."""
+    """Convert a column's value to plain Python, because tables return lists as arrays."""
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
@@ -133,13 +148,13 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
         return {**message, "content": in_parts(content)} if PLACE in content else message
     if not isinstance(content, list):
         return message
-    # Tables give every part the keys of all, and templates ask which of them are there.
+    # In tables every part has the keys of all parts, with null values. Templates test which keys exist.
     parts = [{k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else part for part in content]
     return {**message, "content": parts}
 
 
 def in_parts(text: str) -> list[dict[str, str]]:
-    """A text with places for images as the parts of a chat message."""
+    """Split a text with `<image>` into the text and image parts of a chat message."""
     parts: list[dict[str, str]] = []
     for at, words in enumerate(text.split(PLACE)):
         parts += [{"type": "image"}] if at else []

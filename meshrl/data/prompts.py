@@ -1,4 +1,9 @@
-"""Prompts for RL: rows with a prompt, tokenized once, batched into a DataProto padded on the left."""
+"""Prompts for RL, tokenized and batched into a DataProto with padding on the left.
+
+* `PromptDataset`: all prompts are read and tokenized at the start.
+* `PromptStream`: prompts are read, shuffled and tokenized when they are needed.
+* `custom_rows`: rows from a class of the user.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +24,17 @@ from meshrl.data.row_files import Row, read_rows, stream_rows
 from meshrl.data.sampling import RowOrder, Shares, chosen_rows
 from meshrl.data.tokenize import OnProgress, RowError, encode_in_processes, encode_prompt, encode_prompts
 
-# How many prompts are tokenized together.
+# The number of prompts that are tokenized together.
 AT_ONCE = 256
 # A row and its prompt's token ids.
 Prompt = tuple[Row, np.ndarray]
 
 
 class PromptDataset:
-    """Every prompt of the files as token ids; too long ones are cut or left out, as `truncated` and `dropped` count."""
+    """All prompts of the files as token ids.
+
+    Prompts that are too long are cut or left out. `truncated` and `dropped` count them.
+    """
 
     def __init__(
         self,
@@ -38,10 +46,11 @@ class PromptDataset:
         max_samples: int = -1,
         images: PromptImages | None = None,
     ):
-        """`tools` are the schemas of tools that the chat template tells the model about.
+        """Read the files and tokenize all of their prompts.
 
-        `on_progress` hears how many of how many prompts are tokenized; `max_samples` are taken of the rows (-1: all).
-        `images` finds those of the rows, for a model that sees.
+        `tools` are the schemas of tools for the chat template. `on_progress` is called with the number of tokenized
+        prompts and the number of all prompts. At most `max_samples` rows are used (-1: all). `images` is given for a
+        vision-language model.
         """
         self.tokenizer, self.config, self.images = tokenizer, config, images
         self.dropped = self.truncated = 0
@@ -68,14 +77,14 @@ class PromptDataset:
                 f"no prompt of {count(len(rows), 'row')} is left within "
                 f"data.max_prompt_length={config.max_prompt_length}"
             )
-        # Which of the files each row comes from.
+        # The index of each row's file, `[rows]`.
         self.source_of_row = source_of[chosen][kept]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def _take(self, rows: Sequence[Row], encoded: Iterable[np.ndarray]) -> list[int]:
-        """Keeps the rows whose prompts fit; returns their numbers."""
+        """Keep the rows whose prompts fit into `max_prompt_length`. Return their numbers."""
         kept = []
         for number, ids in enumerate(encoded):
             if self.images is not None:
@@ -114,7 +123,7 @@ class PromptDataset:
                 on_progress(start + len(part), len(prompts))
 
     def batch(self, numbers: np.ndarray) -> DataProto:
-        """The prompts with these row numbers, padded on the left to the longest of them."""
+        """Return a batch of the prompts with these row numbers, padded on the left to the longest prompt."""
         prompts = [(self.rows[i], self.prompts[i]) for i in numbers]
         return prompt_batch(prompts, numbers, self.tokenizer, self.config, self.images)
 
@@ -122,7 +131,10 @@ class PromptDataset:
 def fit_prompt(
     ids: np.ndarray, number: int, config: DataConfig, images: PromptImages | None = None
 ) -> np.ndarray | None:
-    """A prompt within `data.max_prompt_length`, cut if that is asked for; None if it is to be left out."""
+    """Return a prompt within `data.max_prompt_length`, cut if `data.truncation` permits it.
+
+    The result is None if the prompt is to be left out. Raise `RowError` for a prompt that may not be cut.
+    """
     limit = config.max_prompt_length
     if len(ids) <= limit:
         return ids
@@ -150,7 +162,11 @@ def prompt_batch(
     config: DataConfig,
     images: PromptImages | None = None,
 ) -> DataProto:
-    """Prompts and what else their rows say, padded on the left to the longest; `numbers` name them."""
+    """Make a batch of prompts, padded on the left to the longest, with the other columns of their rows.
+
+    `numbers` are the row numbers, which become part of the `uid` of each prompt. The tensors are `input_ids` and
+    `attention_mask`, both `[prompts, width]`.
+    """
     width = max(len(ids) for _, ids in prompts)
     tokens = np.full((len(prompts), width), tokenizer.pad_token_id, dtype=np.int64)
     mask = np.zeros((len(prompts), width), dtype=np.int64)
@@ -173,7 +189,7 @@ def prompt_batch(
 
 
 def ground_truth(row: Row) -> Any:
-    """The reference answer: `reward_model.ground_truth` as in verl's files, or a plain `ground_truth` or `answer`."""
+    """Return a row's reference answer: `reward_model.ground_truth` as in verl's files, `ground_truth` or `answer`."""
     nested = row.get("reward_model")
     if isinstance(nested, dict) and "ground_truth" in nested:
         return nested["ground_truth"]
@@ -181,7 +197,7 @@ def ground_truth(row: Row) -> Any:
 
 
 def truncate(ids: np.ndarray, limit: int, where: str) -> np.ndarray:
-    """Cuts to `limit` tokens: `left` keeps the end, `right` the beginning, `middle` both ends."""
+    """Cut to `limit` tokens. `left` keeps the end, `right` keeps the beginning, and `middle` keeps both ends."""
     if where == "left":
         return ids[-limit:]
     if where == "right":
@@ -190,22 +206,22 @@ def truncate(ids: np.ndarray, limit: int, where: str) -> np.ndarray:
     return np.concatenate([ids[:head], ids[len(ids) - (limit - head) :]])
 
 
-# Prompts that are read, shuffled and tokenized as they are needed: the data never lies in memory as a whole.
+# Streaming: prompts are read, shuffled and tokenized when they are needed. The whole data is never in memory.
 
 T = TypeVar("T")
-# A row with its file and its number in it.
+# A row with its file and its number in that file.
 Placed = tuple[str, int, Row]
 
-# A stream without end must not be searched without end for a prompt that fits.
+# The number of dropped prompts in a row after which an endless stream gives up the search for a prompt that fits.
 MOST_DROPPED = 100_000
 
 
 class PromptStream(RowOrder):
-    """Batches of prompts from files that are read on the way; both the order of the rows and the rows themselves.
+    """A stream of batches of prompts, which is both the order of the rows and the dataset of the rows.
 
-    An epoch is one pass over all files, each row once; with weights there is one endless epoch in which every file
-    begins anew when it ends. Shuffling draws from a buffer of `data.shuffle_buffer` rows. A resumed run reads up to
-    where the earlier one stood.
+    An epoch is one pass over all files, with each row once. With weights there is one endless epoch, in which every
+    file starts again when it ends. Shuffling draws from a buffer of `data.shuffle_buffer` rows. A resumed run reads
+    the data again up to its position.
     """
 
     def __init__(
@@ -223,11 +239,11 @@ class PromptStream(RowOrder):
         self.batch_size, self.seed = batch_size, seed
         self.dropped = self.truncated = 0
         self.epoch = self.position = 0
-        self._before_epoch = 0, 0  # what was dropped and truncated in earlier epochs
+        self._before_epoch = 0, 0  # the numbers of dropped and truncated prompts in earlier epochs
         self._window: dict[int, Prompt] = {}
 
     def __len__(self) -> int:
-        """0: how many rows there are is not known."""
+        """Return 0, because the number of rows is not known."""
         return 0
 
     @property
@@ -236,7 +252,7 @@ class PromptStream(RowOrder):
 
     def __iter__(self) -> Iterator[np.ndarray]:
         while True:
-            # what is passed over is counted again
+            # Skipped prompts are counted again, so that the counts begin with those of earlier epochs.
             self.dropped, self.truncated = self._before_epoch
             passed_over, prompts = self.position, enumerate(self._prompts())
             for _ in range(passed_over):
@@ -262,7 +278,7 @@ class PromptStream(RowOrder):
         self._before_epoch = state.get("dropped_before", 0), state.get("truncated_before", 0)
 
     def batch(self, numbers: np.ndarray) -> DataProto:
-        """The prompts of the batch that was given out last."""
+        """Return the batch of prompts with these numbers, which must be those of the last yielded batch."""
         prompts = [self._window[int(number)] for number in numbers]
         return prompt_batch(prompts, numbers, self.tokenizer, self.config, self.images)
 
@@ -272,12 +288,12 @@ class PromptStream(RowOrder):
     def _prompts(self) -> Iterator[Prompt]:
         if not self.config.train_weights:
             return self._fitting(self._all_files())
-        # tokenized before they are mixed: what is dropped must not count as a part of its file's share
+        # Prompts are tokenized before files are mixed, so that dropped prompts do not count in their file's share.
         sources = [self._fitting(self._endless(at)) for at in range(len(self.files))]
         return mixed(sources, self.config.train_weights)
 
     def _fitting(self, rows: Iterator[Placed]) -> Iterator[Prompt]:
-        """What is left of the rows after tokenizing."""
+        """Tokenize the rows and yield the prompts that fit. Raise `ValueError` if too many in a row are dropped."""
         in_a_row = 0
         for file, number, row in rows:
             kwargs = self.config.apply_chat_template_kwargs
@@ -326,7 +342,7 @@ class PromptStream(RowOrder):
 
 
 def shuffled(rows: Iterable[T], buffer_size: int, rng: np.random.Generator) -> Iterator[T]:
-    """Every row once, each drawn from a buffer of the next ones."""
+    """Yield every row once, drawn at random from a buffer of the next `buffer_size` rows."""
     buffer: list[T] = []
     for row in rows:
         if len(buffer) < buffer_size:
@@ -340,7 +356,7 @@ def shuffled(rows: Iterable[T], buffer_size: int, rng: np.random.Generator) -> I
 
 
 def mixed(sources: Sequence[Iterator[T]], weights: Sequence[float]) -> Iterator[T]:
-    """What several endless sources give, in the shares of their weights."""
+    """Yield items of several endless sources, in shares that are proportional to `weights`."""
     shares = Shares(weights)
     while True:
         yield next(sources[shares.next()])
@@ -350,20 +366,21 @@ def _take(items: Iterator[tuple[int, Prompt]], count: int) -> list[tuple[int, Pr
     return list(itertools.islice(items, count))
 
 
-# Rows from a class of the user's own, in the place of files.
+# Rows from a class of the user instead of files.
 
 
 def custom_rows(files: Sequence[str], tokenizer: Tokenizer, config: DataConfig) -> list[Row]:
-    """All rows of `data.custom_cls`, made with these arguments: what `[number]` gives for each number below its length.
+    """Read all rows of the class `data.custom_cls`, which is instantiated with these arguments.
 
-    A row is what a line of a data file would be: a mapping with the prompt, and what the reward function wants.
+    The instance has a length and returns a row for each number. A row is a mapping like a line of a data file, with the
+    prompt and the columns that the reward function needs.
     """
     name = config.custom_cls.name or ""
     make = load_function(config.custom_cls.path or "", name)
     try:
         dataset = make(list(files), tokenizer, config)
         rows = [dataset[number] for number in range(len(dataset))]
-    except Exception as error:  # it is the user's code: its traceback is worth seeing
+    except Exception as error:  # the error is in the user's code, whose traceback is worth seeing
         raise RuntimeError(f"data.custom_cls: {name} failed: {type(error).__name__}: {error}") from error
     if not rows:
         raise ValueError(f"data.custom_cls: {name} has no rows for {list(files)}")

@@ -1,4 +1,4 @@
-"""Rows from parquet files, jsonl files and folders of saved Hugging Face datasets, and into jsonl files."""
+"""Reading of rows from parquet files, jsonl files and folders of saved Hugging Face datasets, and writing of jsonl."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 
 def read_rows(files: Sequence[str], required: Sequence[str] = ()) -> list[Row]:
-    """All rows of all files, in order; `required` columns must be there and not null."""
+    """Read all rows of all files, in order. Raise `ValueError` if a `required` column is missing or null in a row."""
     rows: list[Row] = []
     for file in files:
         found = _read_one(Path(file))
@@ -26,7 +26,7 @@ def read_rows(files: Sequence[str], required: Sequence[str] = ()) -> list[Row]:
 
 
 def stream_rows(file: str, required: Sequence[str] = ()) -> Iterator[Row]:
-    """The rows of one file, read on the way; `required` columns must be there and not null."""
+    """Yield the rows of one file while reading it. Raise `ValueError` if a `required` column is missing or null."""
     path, rows = Path(file), 0
     for row in _stream_one(path):
         _check_columns(file, rows, row, required)
@@ -51,7 +51,7 @@ def _stream_one(path: Path) -> Iterator[Row]:
     elif path.is_dir():
         yield from _load_saved_dataset(path)
     else:
-        yield from _read_one(path)  # says what is wrong
+        yield from _read_one(path)  # raises the error that names the problem
 
 
 def _check_columns(file: str, number: int, row: Row, required: Sequence[str]) -> None:
@@ -117,7 +117,7 @@ def _load_saved_dataset(path: Path) -> Any:
 
 
 def write_tables(folder: Path, tables: Mapping[str, Sequence[Row]]) -> dict[str, str]:
-    """Writes each table of rows as NAME.jsonl; returns the files by name."""
+    """Write each table of rows as NAME.jsonl in a folder. Return the paths by name."""
     files = {}
     for name, rows in tables.items():
         path = folder / f"{name}.jsonl"

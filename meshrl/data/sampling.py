@@ -1,4 +1,9 @@
-"""In which order rows are visited: a pure function of the seed, the epoch and the position."""
+"""Orders in which rows of the data are visited: pure functions of the seed, the epoch and the position.
+
+* `RowOrder`: the interface of all orders.
+* `BatchOrder`: every row once in an epoch.
+* `MixedOrder`, `Shares`: rows of several sources in fixed shares.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +19,20 @@ from meshrl.data.batch import DataProto
 
 
 def chosen_rows(count: int, most: int, shuffle: bool, seed: int) -> np.ndarray:
-    """Numbers of at most `most` of `count` rows (-1: all), in order: drawn by the seed if shuffled, else the first."""
+    """Return the sorted numbers of at most `most` of `count` rows (-1: all).
+
+    The rows are drawn by the seed with `shuffle`. Otherwise they are the first rows.
+    """
     if not 0 <= most < count:
         return np.arange(count)
     return np.sort(np.random.default_rng(seed).choice(count, most, replace=False)) if shuffle else np.arange(most)
 
 
 class RowOrder(ABC):
-    """Batches of row numbers, epoch after epoch. `epoch` and `position` say where it stands and may be set before."""
+    """An endless iterator of batches of row numbers `[batch_size]`, epoch after epoch.
+
+    `epoch` and `position` (rows taken in the epoch) are its state, and may be set before the iteration.
+    """
 
     epoch: int
     position: int
@@ -32,33 +43,33 @@ class RowOrder(ABC):
     @property
     @abstractmethod
     def batches_per_epoch(self) -> int:
-        """How many batches an epoch has; 0: that is not known."""
+        """The number of batches of an epoch, or 0 if the number is not known."""
 
     @property
     def learns(self) -> bool:
-        """Whether `update` changes what comes next."""
+        """True if `update` changes the next batches."""
         return False
 
     def update(self, batch: DataProto) -> None:
-        """Hears of every batch that was trained on; most orders do not care."""
+        """Adapt the order to a batch that was trained. Most orders do nothing."""
         del batch
 
     def metrics(self) -> dict[str, float]:
-        """What there is to say of the data at this step."""
+        """Return metrics of the data for the present step."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands."""
+        """Return the epoch and the position, for a checkpoint."""
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there when it is iterated next."""
+        """Restore the epoch and the position. The next iteration continues from there."""
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
 
 @dataclass
 class BatchOrder(RowOrder):
-    """Every row once an epoch, in an order of its own if shuffled.
+    """An order with every row once in an epoch. With `shuffle`, each epoch has another order.
 
     A last batch that is too small is left out, so that every step has the same size.
     """
@@ -92,7 +103,7 @@ class BatchOrder(RowOrder):
 
 
 def check_enough_rows(num_rows: int, batch_size: int) -> None:
-    """One batch must be there."""
+    """Raise `ValueError` if there are fewer rows than one batch needs."""
     if num_rows < batch_size:
         raise ValueError(
             f"the data has {count(num_rows, 'row')}, fewer than one batch of {batch_size}: "
@@ -100,11 +111,11 @@ def check_enough_rows(num_rows: int, batch_size: int) -> None:
         )
 
 
-# Several sources of rows, drawn from in fixed shares.
+# Rows of several sources in fixed shares.
 
 
 class Shares:
-    """Says which source is next, so that after any number of draws each has its share to within a row or so."""
+    """A deterministic choice of the next source. After any number of draws, shares are exact to about one row."""
 
     def __init__(self, weights: Sequence[float]):
         total = float(sum(weights))
@@ -114,7 +125,7 @@ class Shares:
         self.drawn = [0] * len(weights)
 
     def next(self) -> int:
-        """The source that is furthest behind its share; the first of equals."""
+        """Draw the source that is furthest behind its share (the first of equals), and return its index."""
         count = sum(self.drawn) + 1
         behind = [share * count - drawn for share, drawn in zip(self.shares, self.drawn, strict=True)]
         source = behind.index(max(behind))
@@ -123,10 +134,10 @@ class Shares:
 
 
 class MixedOrder(RowOrder):
-    """Batches of rows of several sources in the shares of `weights`; each source has epochs of its own.
+    """An order that mixes rows of several sources in the shares of `weights`. Each source has its own epochs.
 
-    `source_of_row` numbers the source of every row. An epoch of the whole is as many batches as all rows fill, in
-    which a small source with a large weight may come several times.
+    `source_of_row` `[rows]` has the index of each row's source. An epoch of the mixture has as many batches as all rows
+    fill. In an epoch, rows of a small source with a large weight may occur several times.
     """
 
     def __init__(
@@ -155,7 +166,7 @@ class MixedOrder(RowOrder):
         for _ in range(self.epoch * per_epoch + self.position):
             shares.next()
         while True:
-            if self.position >= per_epoch:  # beyond it after a run with another batch size
+            if self.position >= per_epoch:  # it may be above after a resumed run with another batch size
                 self.epoch, self.position = self.epoch + 1, 0
             batch = np.empty(self.batch_size, dtype=np.int64)
             for at in range(self.batch_size):
@@ -167,7 +178,7 @@ class MixedOrder(RowOrder):
             yield batch
 
     def _row(self, source: int, number: int) -> int:
-        """The `number`-th row ever drawn from a source."""
+        """Return the row of the `number`-th draw from a source, counted from 0 over all its epochs."""
         rows = self.rows_of[source]
         epoch, place = divmod(number, len(rows))
         if not self.shuffle:

@@ -1,16 +1,17 @@
-"""Pickle with the bytes of tensors and arrays kept out of the pickle stream.
+"""Pickle with out-of-band bytes of tensors and arrays, and writing of safetensors files.
 
-`dumps` returns a small pickle and the raw memory of every large tensor and array as memoryviews; whoever carries them
-(shared memory, a socket, an object store) moves the memory itself, and `loads` builds tensors on top of what arrived.
+`dumps` returns a small pickle, and the raw memory of every large tensor and array as memoryviews. A transport (shared
+memory, a socket, an object store) moves that memory itself. `loads` builds tensors on the received buffers.
+`write_tensors` and `open_tensors` write and open one safetensors file, and `inside` checks a file name.
 
-What to know when carrying the buffers:
-- A contiguous CPU tensor is not copied: its buffer is a view of its own elements (not of its whole storage), so the
-  sender must not change it before the buffer has been carried. Any other tensor is copied once.
-- `loads` builds on the buffers without a copy where they are writable. A read-only buffer is copied once, because
-  torch has no read-only tensors and a write would reach memory that others share. Align buffers to 64 bytes.
-- Tensors arrive on the CPU, without gradient history. An object that occurs twice arrives once; two different views of
+Rules for a transport of the buffers:
+- A contiguous CPU tensor is not copied. Its buffer is a view of its own elements (not of its whole storage). The sender
+  must not change the tensor before the buffer has been sent. Any other tensor is copied once.
+- `loads` builds on writable buffers without a copy. A read-only buffer is copied once, because torch has no read-only
+  tensors, and a write would reach shared memory. Align buffers to 64 bytes.
+- Tensors arrive on the CPU, without gradient history. An object that occurs twice arrives once. Two different views of
   one storage arrive as two tensors.
-- It is pickle: load only what comes from a trusted process.
+- The format is pickle: load only data from a trusted process.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-# Below this many bytes a buffer of its own costs more than the copy through the stream.
+# Below this number of bytes, a separate buffer costs more than a copy in the pickle stream.
 INLINE_BYTES = 2048
 
-# A torch.Tensor in jagged layout, whose methods (`offsets`, `lengths`) torch's type stubs do not know.
+# A torch.Tensor in jagged layout. Its methods (`offsets`, `lengths`) are missing in torch's type stubs.
 Jagged = Any
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def dumps(obj: Any) -> tuple[bytes, list[memoryview]]:
-    """Pickle `obj`; the memory of its large tensors and arrays is returned beside the pickle, as flat byte views."""
+    """Pickle `obj`. Return the pickle and the memory of its large tensors and arrays, as flat byte views."""
     buffers: list[memoryview] = []
 
     def keep_out_of_band(buffer: pickle.PickleBuffer) -> bool:
@@ -53,14 +54,15 @@ def dumps(obj: Any) -> tuple[bytes, list[memoryview]]:
 
 
 def loads(data: bytes, buffers: Sequence[Any] = ()) -> Any:
-    """Rebuild what `dumps` took apart, on top of `buffers` (in the order `dumps` returned them)."""
+    """Rebuild the object of `dumps` on top of `buffers`, which must be in the order in which `dumps` returned them."""
     return pickle.loads(data, buffers=buffers)
 
 
 class TensorEnvelope:
-    """Wraps a tensor so that any pickler (plain, Ray's) moves its memory out of band; it unpickles to the tensor.
+    """A wrapper of a tensor with which any pickler (plain, Ray's) sends its memory out of band.
 
-    One envelope pickled twice arrives as one tensor: `seal` uses that for jagged fields that share their offsets.
+    It unpickles to the tensor. One envelope that is pickled twice arrives as one tensor. `seal` relies on that for
+    jagged fields that share their offsets.
     """
 
     __slots__ = ("offsets", "tensor")
@@ -78,7 +80,7 @@ class TensorEnvelope:
 
 
 def seal(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Put every dense or jagged tensor of `fields` in an envelope; other values stay as they are."""
+    """Wrap every dense or jagged tensor of `fields` in a `TensorEnvelope`. Other values stay as they are."""
     sealed_offsets: dict[int, TensorEnvelope] = {}
     sealed: dict[str, Any] = {}
     for name, value in fields.items():
@@ -92,12 +94,12 @@ def seal(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_jagged(value: Any) -> bool:
-    """Whether `value` is a nested tensor in torch's jagged layout."""
+    """Return whether `value` is a nested tensor in torch's jagged layout."""
     return isinstance(value, torch.Tensor) and value.is_nested and value.layout == torch.jagged
 
 
 def is_plain_dense(value: Any) -> bool:
-    """Whether `value` is an ordinary strided tensor whose elements lie in memory."""
+    """Return whether `value` is an ordinary strided tensor with elements in memory: not nested, quantized or meta."""
     return (
         type(value) is torch.Tensor
         and value.layout == torch.strided
@@ -106,7 +108,7 @@ def is_plain_dense(value: Any) -> bool:
 
 
 def reduce_dense(tensor: torch.Tensor, protocol: int = 5) -> Reduced:
-    """The pickle recipe of a dense tensor: its raw bytes, its dtype and its shape."""
+    """Return the pickle recipe of a dense tensor: its raw bytes, its dtype and its shape."""
     memory = byte_view(tensor)
     return _rebuild_dense, (
         pickle.PickleBuffer(memory.data) if protocol >= 5 else memory.tobytes(),
@@ -116,20 +118,20 @@ def reduce_dense(tensor: torch.Tensor, protocol: int = 5) -> Reduced:
 
 
 def reduce_jagged(tensor: Jagged) -> Reduced:
-    """The pickle recipe of a jagged tensor: its packed values and offsets, and its lengths where it has holes."""
+    """Return the pickle recipe of a jagged tensor: its values and offsets, and its lengths if it has holes."""
     return _rebuild_jagged, (tensor.values().detach(), tensor.offsets(), tensor.lengths(), jagged_dim(tensor))
 
 
 def byte_view(tensor: torch.Tensor) -> np.ndarray:
-    """The elements of a dense tensor as a flat uint8 array: a view if it is contiguous on the CPU, else one copy."""
-    # gradients and lazy conjugation do not travel
+    """Return a dense tensor's elements as a flat uint8 array: a view of a contiguous CPU tensor, else a copy."""
+    # Gradients and lazy conjugation are not sent.
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # a single element counts as contiguous whatever its stride, which `view` minds
+    # A single element counts as contiguous with any stride, but `view` needs stride 1.
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def jagged_dim(tensor: Jagged) -> int:
-    """The one dim of a jagged tensor whose size differs from row to row."""
+    """Return the index of a jagged tensor's ragged dim, whose size differs from row to row."""
     return next(dim for dim, size in enumerate(tensor.shape) if not isinstance(size, int))
 
 
@@ -141,7 +143,7 @@ class _TensorPickler(pickle.Pickler):
             if is_jagged(obj):
                 return reduce_jagged(obj)
         elif type(obj) is np.ndarray and not obj.dtype.hasobject and not obj.flags.forc:
-            # numpy itself keeps only contiguous arrays out of band
+            # numpy sends only contiguous arrays out of band.
             return np.ascontiguousarray(obj).__reduce_ex__(5)
         return NotImplemented
 
@@ -163,9 +165,9 @@ def _rebuild_jagged(
     return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=ragged_dim)
 
 
-# One safetensors file: written without a second copy of its tensors, opened, and found inside its folder.
+# Safetensors files: writing without a second copy of the tensors, opening, and checks of file names.
 
-# What safetensors calls torch's types.
+# safetensors' names of torch's dtypes.
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -180,20 +182,20 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-# Bytes that are written at once: what looks at them as they pass finds them in the processor's cache.
+# The number of bytes per write. A sink that also reads them (as for a checksum) finds them in the processor's cache.
 BLOCK = 1 << 18
-# The header's own entry for what is not a tensor.
+# The header's entry for metadata, which is not a tensor.
 ABOUT = "__metadata__"
 
 
 class Sink(Protocol):
-    """What takes bytes, one block after the other."""
+    """An object to which blocks of bytes are written, such as a file."""
 
     def write(self, data: Any, /) -> int: ...
 
 
 def open_tensors(file: Path) -> Any:
-    """Open a safetensors file; a `ValueError` that names it if it is not whole."""
+    """Open a safetensors file. Raise `ValueError` with its name if it is truncated or damaged."""
     try:
         return safe_open(file, framework="pt")
     except FileNotFoundError:
@@ -203,19 +205,19 @@ def open_tensors(file: Path) -> Any:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], file: Path, about: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file; `about` goes into its header, as texts by name."""
+    """Write a safetensors file. `about` has texts by name, which become metadata in the header."""
     with file.open("wb") as stream:
         write_tensors(tensors, stream, about)
 
 
 def write_tensors(tensors: Mapping[str, Tensor], stream: Sink, about: Mapping[str, str] | None = None) -> None:
-    """Write what a safetensors file holds, one tensor's bytes after the other.
+    """Write the content of a safetensors file to a stream, one tensor after the other.
 
-    The library's own writer holds all of them a second time, and turns the system's errors into its own.
+    The library's own writer needs a second copy of all tensors in memory, and replaces the system's errors by its own.
     """
     header: dict[str, object] = {ABOUT: {"format": "pt", **(about or {})}}
     at = 0
-    # Wide types first: readers want every tensor to begin at a multiple of its type's size, and no holes.
+    # Wide dtypes come first, because every tensor must begin at a multiple of its dtype's size, without holes.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     for name, tensor in ordered:
         if tensor.dtype not in DTYPE_NAMES:
@@ -234,9 +236,9 @@ def write_tensors(tensors: Mapping[str, Tensor], stream: Sink, about: Mapping[st
 
 
 def inside(folder: Path, name: str, links_out: bool = False) -> Path:
-    """Return `folder/name`; a `ValueError` where that leads out of the folder: an absolute name, `..`, or a link.
+    """Return `folder/name`. Raise `ValueError` if it is outside the folder: an absolute name, `..`, or a link.
 
-    `links_out` lets links lead anywhere: the hub's cache keeps a model's files elsewhere.
+    `links_out` permits links to any place, because the hub's cache stores a model's files in another folder.
     """
     parts = Path(name).parts
     if not parts or Path(name).is_absolute() or ".." in parts or "\0" in name:

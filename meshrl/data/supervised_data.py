@@ -1,4 +1,9 @@
-"""Demonstrations for supervised fine-tuning: whole sequences with a mask over the tokens to learn."""
+"""Datasets for supervised training: whole sequences with a mask over the tokens to learn.
+
+* `DemonstrationDataset`: demonstrations for supervised fine-tuning.
+* `PairDataset`: chosen and rejected answers to one prompt, for preference losses and reward models.
+* `JudgedDataset`: answers with single labels, for KTO.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,10 @@ from meshrl.data.tokenize import RowError, encode_prompt, is_chat, render_chat, 
 
 
 class DemonstrationDataset:
-    """Prompt and response (or whole conversations) as token ids; only responses and assistant turns are learned."""
+    """Demonstrations as token ids: prompts with responses, or whole conversations.
+
+    Only responses and assistant turns are learned.
+    """
 
     def __init__(
         self,
@@ -31,12 +39,15 @@ class DemonstrationDataset:
         max_samples: int = -1,
         images: PromptImages | None = None,
     ):
-        """`max_samples` are taken of the rows (-1: all). `images` finds those of the rows, for a model that sees."""
+        """Read the files and tokenize all of their demonstrations.
+
+        At most `max_samples` rows are used (-1: all). `images` is given for a vision-language model.
+        """
         self.tokenizer, self.config, self.images = tokenizer, config, images
         wanted = (config.messages_key,) if config.messages_key else (config.prompt_key, config.response_key)
         self.truncated = 0
         self.sequences: list[tuple[np.ndarray, np.ndarray]] = []
-        self.images_of: list[tuple[Row, int]] = []  # what the rows say of them, and their numbers
+        self.images_of: list[tuple[Row, int]] = []  # for each sequence: its column of images, and its row number
         rows = [(file, number, row) for file in files for number, row in enumerate(read_rows([file], required=wanted))]
         for place in chosen_rows(len(rows), max_samples, config.shuffle, config.seed or 0):
             file, number, row = rows[place]
@@ -49,11 +60,14 @@ class DemonstrationDataset:
         return len(self.sequences)
 
     def remarks(self) -> list[str]:
-        """What became of rows that could not be taken as they are."""
+        """Return a remark on the number of truncated sequences, if there are any."""
         return [f"{self.truncated} of {len(self)} sequences truncated"] if self.truncated else []
 
     def _sequence(self, row: Row, number: int, file: str) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids and which of them to learn; what is wrong is told of the file and the row."""
+        """Return a row's token ids and the mask of those to learn, both `[tokens]`.
+
+        Raise `ValueError` with the file and the row if the row cannot be used.
+        """
         try:
             if self.images is None:
                 if self.config.image_key is not None:
@@ -95,14 +109,20 @@ class DemonstrationDataset:
         return fitted(ids, learn, number, self.config, "demonstration")
 
     def batch(self, numbers: np.ndarray) -> DataProto:
-        """The sequences with these numbers, padded on the right; `response_mask` marks the tokens to learn."""
+        """Return a batch of the sequences with these numbers, padded on the right.
+
+        `response_mask` `[sequences, width]` marks the tokens to learn.
+        """
         made = padded([self.sequences[i] for i in numbers], self.tokenizer.pad_token_id)
         seen = {} if self.images is None else self.images.column(self.images_of[i] for i in numbers)
         return DataProto.from_dict(made, seen)
 
 
 def inside(value: Any, keys: Sequence[str], number: int, column: str) -> Any:
-    """A column's value, or what lies in it under one key after the other; a value of one entry stands for it."""
+    """Return a column's value, or the value that is nested in it under the keys. Raise `RowError` if a key is missing.
+
+    A list of one entry is replaced by its entry.
+    """
     for at, key in enumerate(keys):
         while isinstance(value, list) and len(value) == 1:
             value = value[0]
@@ -114,7 +134,7 @@ def inside(value: Any, keys: Sequence[str], number: int, column: str) -> Any:
 
 
 def row_tools(row: Row, config: SFTDataConfig, number: int) -> list[dict[str, Any]] | None:
-    """The schemas of tools that a row names (a list, or one as JSON); None without any."""
+    """Return the schemas of a row's tools (given as a list or as JSON), or None if it has no tools."""
     found = None if config.tools_key is None else row.get(config.tools_key)
     if isinstance(found, str) and found.strip():
         try:
@@ -129,7 +149,7 @@ def row_tools(row: Row, config: SFTDataConfig, number: int) -> list[dict[str, An
 
 
 def template_variables(row: Row, config: SFTDataConfig, number: int) -> dict[str, Any]:
-    """Variables of the chat template: those of the config and what the row says of thinking."""
+    """Return the variables for the chat template: those of the config, and `enable_thinking` from the row."""
     thinks = None if config.enable_thinking_key is None else row.get(config.enable_thinking_key)
     if thinks is None:
         return config.apply_chat_template_kwargs
@@ -143,7 +163,10 @@ def template_variables(row: Row, config: SFTDataConfig, number: int) -> dict[str
 def with_answer(
     tokenizer: Tokenizer, prompt: np.ndarray, answer: object, number: int, what: str = "response"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids of a prompt with a text after it and the end, and which of them to learn."""
+    """Append an answer and the end token to a prompt's token ids.
+
+    Return the ids and the mask of the tokens to learn, both `[tokens]`. `what` names the answer in error messages.
+    """
     if not isinstance(answer, str):
         raise RowError(number, f"the {what} must be a string, got {shown(answer)}")
     try:
@@ -157,7 +180,10 @@ def with_answer(
 def fitted(
     ids: np.ndarray, learn: np.ndarray, number: int, config: SequenceDataConfig, what: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A sequence within `data.max_length`, cut if it may be, that has something to learn."""
+    """Return a sequence and its mask within `data.max_length`, cut if `data.truncation` permits it.
+
+    Raise `RowError` if the sequence may not be cut, or has no token left to learn.
+    """
     limit, where = config.max_length, config.truncation
     if len(ids) > limit:
         if where == "error":
@@ -178,13 +204,16 @@ def fitted(
 
 
 def padded(sequences: Sequence[tuple[np.ndarray, np.ndarray]], pad_token: int) -> dict[str, torch.Tensor]:
-    """Sequences side by side, padded on the right; `response_mask` marks the tokens to learn."""
+    """Stack sequences, padded on the right, to tensors `[sequences, width]`.
+
+    `response_mask` marks the tokens to learn.
+    """
     shape = len(sequences), max(len(ids) for ids, _ in sequences)
     tokens = np.full(shape, pad_token, dtype=np.int64)
     mask, learned = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     for row, (ids, learn) in enumerate(sequences):
         tokens[row, : len(ids)], mask[row, : len(ids)], learned[row, : len(ids)] = ids, 1, learn
-    learned[:, 0] = 0  # nothing comes before the first token that could predict it
+    learned[:, 0] = 0  # no output predicts the first token
     names = ("input_ids", "attention_mask", "response_mask")
     return {n: torch.from_numpy(x) for n, x in zip(names, (tokens, mask, learned), strict=True)}
 
@@ -197,9 +226,9 @@ def encode_conversation(
     first: int = 0,
     tools: list[dict[str, Any]] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids of a conversation and the mask of its assistant turns, found by rendering it turn by turn.
+    """Return a conversation's token ids and the mask of its assistant turns, both `[tokens]`.
 
-    Turns before the `first` are not learned.
+    The turns are found by rendering the conversation turn by turn. Turns with a number below `first` are not learned.
     """
     if not isinstance(messages, list) or not is_chat(messages):
         raise RowError(
@@ -241,16 +270,17 @@ def _assistant_turns(
     return np.asarray(whole, dtype=np.int64), learn
 
 
-# Pairs of answers to one prompt, of which one was preferred: two sequences each, with masks over the answers.
+# Pairs of a chosen and a rejected answer to one prompt: two sequences each, with masks over the answers.
 
-# The ids of a sequence, and which of them are the answer.
+# The token ids of a sequence, and the mask of the answer's tokens.
 Tokens = tuple[np.ndarray, np.ndarray]
 
 
 class PairDataset:
-    """Answers as texts after a prompt, or as messages: whole conversations, or what follows the prompt's.
+    """Pairs of a chosen and a rejected answer.
 
-    Pairs whose sequences are equal are left out and counted.
+    An answer is a text after the prompt, a list of messages after the prompt's, or a whole conversation. Pairs whose
+    sequences are equal are left out and counted.
     """
 
     def __init__(self, files: Sequence[str], tokenizer: Tokenizer, config: PreferenceDataConfig, max_samples: int = -1):
@@ -267,7 +297,7 @@ class PairDataset:
             except RowError as error:
                 raise error.at(file, number) from error
             if np.array_equal(pair[0][0], pair[1][0]):
-                self.equal += 1  # nothing can be learned of them
+                self.equal += 1  # nothing can be learned from equal answers
             else:
                 self.pairs += pair
         if self.equal and not self.pairs:
@@ -280,7 +310,7 @@ class PairDataset:
         return len(self.pairs) // 2
 
     def remarks(self) -> list[str]:
-        """What became of rows that could not be taken as they are."""
+        """Return remarks on the numbers of truncated pairs and of pairs that were left out, if there are any."""
         rows = len(self) + self.equal
         counts = {"truncated": self.truncated, "left out, whose answers are equal": self.equal}
         return [f"{count} of {rows} pairs {what}" for what, count in counts.items() if count]
@@ -309,7 +339,7 @@ class PairDataset:
         ]
 
     def _conversations(self, row: Row, answers: dict[str, Any], number: int) -> list[Tokens]:
-        """Both as whole conversations; what they begin with in common is the prompt."""
+        """Tokenize two answers that are messages, as whole conversations. Their common first turns are the prompt."""
         whole: list[list[dict[str, Any]]] = []
         for answer in answers.values():
             before = turns_before(row, self.config, number) if answer[0]["role"] == "assistant" else []
@@ -327,18 +357,21 @@ class PairDataset:
         if len(after) == 1:
             raise RowError(number, "one conversation is the beginning of the other: both need an answer of their own")
         kwargs = self.config.apply_chat_template_kwargs
-        shared = shared if after else 0  # equal ones are left out later, as sequences
+        shared = shared if after else 0  # equal conversations are left out later, by their token ids
         end = self.tokenizer.eos_token_id
         return [ended(*encode_conversation(self.tokenizer, turns, number, kwargs, shared), end) for turns in whole]
 
     def batch(self, numbers: np.ndarray) -> DataProto:
-        """The pairs with these numbers, chosen and rejected answers by turns; `response_mask` marks the answers."""
+        """Return a batch of the pairs with these numbers, with chosen and rejected answers in alternating rows.
+
+        `response_mask` `[2 * pairs, width]` marks the answers.
+        """
         picked = [self.pairs[2 * number + which] for number in numbers for which in (0, 1)]
         return DataProto.from_dict(padded(picked, self.tokenizer.pad_token_id))
 
 
 def prompt_of(row: Row, config: PreferenceDataConfig, number: int) -> Any:
-    """The row's prompt, which must be there."""
+    """Return the row's prompt. Raise `RowError` if the row has none."""
     key = config.prompt_key
     if row.get(key) is None:
         raise RowError(number, f"the answers need a prompt, and there is no {key!r}: name its column (data.prompt_key)")
@@ -346,7 +379,7 @@ def prompt_of(row: Row, config: PreferenceDataConfig, number: int) -> Any:
 
 
 def turns_before(row: Row, config: PreferenceDataConfig, number: int) -> list[dict[str, Any]]:
-    """The row's prompt as messages; a text is a user's turn."""
+    """Return the row's prompt as a list of messages. A text becomes a message of the user."""
     before = prompt_of(row, config, number)
     before = [{"role": "user", "content": before}] if isinstance(before, str) else before
     if not is_chat(before):
@@ -357,12 +390,15 @@ def turns_before(row: Row, config: PreferenceDataConfig, number: int) -> list[di
 
 
 def ended(ids: np.ndarray, learn: np.ndarray, end_token: int) -> Tokens:
-    """As a policy would have ended its answers: without what a template writes after the end token of a turn."""
+    """Remove the text that a chat template writes after the end token of a turn, as a policy would end its answers.
+
+    In inner turns such tokens are only unmarked. After the last answer they are cut off.
+    """
     if not learn.any():
         return ids, learn
     begins = np.flatnonzero(learn & ~np.r_[False, learn[:-1]])
     ends = (ids == end_token) & learn
-    so_far = np.cumsum(ends) - ends  # before each token, from the first on
+    so_far = np.cumsum(ends) - ends  # the number of end tokens before each token
     at = np.searchsorted(begins, np.arange(len(ids)), side="right") - 1
     is_tail = learn & (so_far > so_far[begins[np.maximum(at, 0)]])
     learn = learn & ~is_tail
@@ -370,14 +406,14 @@ def ended(ids: np.ndarray, learn: np.ndarray, end_token: int) -> Tokens:
     return ids[:last], learn[:last]
 
 
-# Answers that were judged one by one, good or bad: a sequence each, and one that answers the prompt of another.
+# Answers with single labels, good or bad (KTO): a sequence for each answer, and one with an answer to another prompt.
 
-# The column of judgements, and what the columns of answers to other prompts begin with.
+# The column of labels, and the prefix of the columns with answers to other prompts.
 GOOD, OTHER = "good", "other_"
 
 
 class JudgedDataset:
-    """Answers as texts after a prompt, or as messages that follow it, each with a label: good or bad."""
+    """Answers with labels (good or bad) for KTO. An answer is a text or a list of messages after the prompt."""
 
     def __init__(self, files: Sequence[str], tokenizer: Tokenizer, config: PreferenceDataConfig, max_samples: int = -1):
         """`max_samples` are taken of the rows (-1: all)."""
@@ -406,7 +442,7 @@ class JudgedDataset:
         return len(self.answers)
 
     def remarks(self) -> list[str]:
-        """What became of rows that could not be taken as they are, and of what there is too much."""
+        """Return remarks on the number of truncated answers, and on labels that are all good or all bad."""
         remarks = [f"{self.truncated} of {len(self)} answers truncated"] if self.truncated else []
         if len(set(self.good.tolist())) == 1:
             remarks.append(f"all {len(self)} answers are {'good' if self.good[0] else 'bad'}")
@@ -440,7 +476,7 @@ class JudgedDataset:
         return fitted(ids, learn, number, config, "prompt with its answer")
 
     def _other(self, number: int) -> Tokens:
-        """An answer to another prompt in the place of this row's own, within `data.max_length`."""
+        """Return the row's prompt with an answer to another prompt, cut to `data.max_length`."""
         assert self.others is not None
         (ids, learn), (theirs, their_learn) = self.answers[number], self.answers[self.others[number]]
         start, from_there = learn.argmax(), their_learn.argmax()
@@ -448,7 +484,10 @@ class JudgedDataset:
         return ids, np.concatenate([learn[:start], their_learn[from_there:]])[: self.config.max_length]
 
     def batch(self, numbers: np.ndarray) -> DataProto:
-        """The answers with these numbers, whether they are good, and in `other_` columns answers to other prompts."""
+        """Return a batch of the answers with these numbers and their labels.
+
+        Columns with the prefix `other_` have the same prompts with answers to other prompts.
+        """
         own, others = ([take(n) for n in numbers] for take in (self.answers.__getitem__, self._other))
         pad = self.tokenizer.pad_token_id
         columns = padded(own, pad) | {f"{OTHER}{name}": column for name, column in padded(others, pad).items()}
@@ -456,7 +495,7 @@ class JudgedDataset:
 
 
 def next_of_another_prompt(prompts: Sequence[bytes]) -> list[int] | None:
-    """For each row the next one, around the end, with another prompt; None where there is no other."""
+    """Return for each row the next row with another prompt, cyclically, or None if all prompts are equal."""
     if len(set(prompts)) < 2:
         return None
     found = [0] * len(prompts)

@@ -1,4 +1,7 @@
-"""From a prompt, text or chat messages, to token ids. Light: the processes that tokenize load this, and no torch."""
+"""Tokenization of prompts (texts or chat messages), in this process or in several processes.
+
+The module does not import torch, so that the processes that tokenize start quickly.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +25,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
-# How much of a prompt an error shows.
+# The number of characters of a value that an error message shows.
 SHOWN = 200
 
 
 class RowError(ValueError):
-    """What is wrong with the row of a number; whoever knows its file tells it with `at`.
+    """The error for a row, given by its number. Code that knows the row's file converts it with `at`.
 
-    Numbers count from 0, and the words from 1, as the lines of a file do.
+    Numbers count from 0. The message counts from 1, like the lines of a file.
     """
 
     def __init__(self, number: int, words: str):
-        super().__init__(number, words)  # both, or it could not be pickled
+        super().__init__(number, words)  # both arguments, because unpickling passes them to the constructor
         self.number, self.words = number, words
 
     def __str__(self) -> str:
         return f"row {self.number + 1}: {self.words}"
 
     def at(self, file: str, number: int) -> ValueError:
-        """The same of a row of a file."""
+        """Convert to a `ValueError` that names the file and the row's number in it."""
         return ValueError(f"data file '{file}', row {number + 1}: {self.words}")
 
 
@@ -51,9 +54,9 @@ def encode_prompt(
     tools: list[dict[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> np.ndarray:
-    """Token ids of a prompt: a string as it is, or a list of chat messages through the tokenizer's chat template.
+    """Return the token ids `[tokens]` of a prompt: of a string, or of chat messages by the tokenizer's chat template.
 
-    `template_kwargs` are variables of the template, such as `enable_thinking`.
+    `template_kwargs` are variables of the template, such as `enable_thinking`. `number` is the row's number for errors.
     """
     if not isinstance(prompt, str) and not is_chat(prompt):
         raise RowError(
@@ -64,7 +67,7 @@ def encode_prompt(
             ids = tokenizer(prompt)["input_ids"]
         else:
             ids = render_chat(tokenizer, prompt, True, tools, template_kwargs)
-    except (TypeError, TemplateError) as error:  # half of a surrogate pair, roles in an order that the template refuses
+    except (TypeError, TemplateError) as error:  # half of a surrogate pair, or an order of roles the template refuses
         raise RowError(number, f"the prompt cannot be tokenized ({error}): {shown(prompt)}") from error
     _check_tokens(ids, prompt, number)
     return np.asarray(ids, dtype=np.int64)
@@ -77,12 +80,12 @@ def encode_prompts(
     tools: list[dict[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[np.ndarray]:
-    """`encode_prompt` of each; texts go to the tokenizer together. `first` is the number of the first of them."""
+    """Tokenize several prompts as `encode_prompt` does, with texts in one call. `first` is the first row's number."""
     if prompts and all(isinstance(prompt, str) for prompt in prompts):
         try:
             found = [np.asarray(ids, dtype=np.int64) for ids in tokenizer(list(prompts))["input_ids"]]
         except TypeError:
-            pass  # one of them is no text: below it is told which
+            pass  # one of the texts cannot be tokenized: the loop below finds it
         else:
             for at, ids in enumerate(found):
                 _check_tokens(ids, prompts[at], first + at)
@@ -96,13 +99,13 @@ def _check_tokens(ids: Sequence[int] | np.ndarray, prompt: Any, number: int) -> 
 
 
 def shown(value: Any) -> str:
-    """A value for an error, cut where it is long."""
+    """Describe a value in an error message, cut to `SHOWN` characters."""
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def is_chat(messages: Any) -> bool:
-    """Whether this is a list of at least one chat message."""
+    """Return whether a value is a list of at least one chat message (a dict with `role` and `content`)."""
     is_list = isinstance(messages, list) and len(messages) > 0
     return is_list and all(isinstance(m, dict) and "role" in m and "content" in m for m in messages)
 
@@ -114,7 +117,7 @@ def render_chat(
     tools: list[dict[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of a conversation by the tokenizer's chat template."""
+    """Return the token ids of a conversation, rendered by the tokenizer's chat template."""
     if tokenizer.chat_template is None:
         raise ValueError(
             "the data are chat messages, but the tokenizer has no chat template: put one into its folder as "
@@ -131,14 +134,14 @@ def render_chat(
     return list(rendered)
 
 
-# Tokenizing many prompts in several processes: plain ones, in which the caller's main module does not run again.
+# Tokenization in several processes. They are plain subprocesses, in which the caller's main module does not run again.
 
-# For a process that was killed to be gone.
+# The time within which a killed process must end.
 END_SECONDS = 30.0
 PACKAGE_ROOT = str(Path(__file__).parents[2])
 WORKER = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from meshrl.data.tokenize import main; main()"
 CHUNK = 256
-# For one chunk, imports on a busy machine included.
+# The time limit for one chunk, including imports on a busy machine.
 CHUNK_SECONDS = 600.0
 
 OnProgress = Callable[[int, int], None]
@@ -152,7 +155,7 @@ def encode_in_processes(
     on_progress: OnProgress | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[np.ndarray]:
-    """Token ids of every prompt, in their order; what `encode_prompt` gives one by one, its errors included."""
+    """Tokenize all prompts in several processes. The results and errors are those of `encode_prompt`, in order."""
     starts = list(range(0, len(prompts), CHUNK))
     found: dict[int, list[np.ndarray]] = {}
     with ExitStack() as stack:
@@ -176,7 +179,7 @@ def encode_in_processes(
 
 
 class _Encoder:
-    """One process and the chunk it works on."""
+    """A tokenizing process, the connection to it, and the start of the chunk in progress."""
 
     def __init__(self) -> None:
         self.connection, theirs = Pipe()
@@ -203,7 +206,7 @@ class _Encoder:
             raise self._ended() from None
 
     def give(self, prompts: Sequence[Any], start: int | None) -> bool:
-        """Hands over the chunk at `start`, if there is one."""
+        """Send the chunk at `start` to the process. Return False if `start` is None, as there are no more chunks."""
         if start is None:
             return False
         self.start = start
@@ -232,7 +235,7 @@ class _Encoder:
 
 
 def main() -> None:
-    """One process: the tokenizer first, then chunks of prompts, each answered in turn."""
+    """Run a tokenizing process: receive the tokenizer, then answer chunks of prompts until the connection closes."""
     connection = Connection(int(sys.argv[1]))
     try:
         tokenizer, tools, template_kwargs = connection.recv()
@@ -240,7 +243,7 @@ def main() -> None:
             start, prompts = connection.recv()
             try:
                 connection.send((True, encode_prompts(tokenizer, prompts, start, tools, template_kwargs)))
-            except Exception as error:  # said by the caller, in its own words where they can travel
+            except Exception as error:  # the caller raises it again, with its own type if it can be pickled
                 connection.send((False, _portable(error)))
     except (EOFError, OSError):
         return  # the other end is done
@@ -249,6 +252,6 @@ def main() -> None:
 def _portable(error: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # an exception of the tokenizer's own making
+    except Exception:  # an exception class of the tokenizer that cannot be pickled
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
