@@ -1,6 +1,7 @@
 """The pages for those who come from verl and TRL name keys that exist on both sides, with the defaults they have."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from meshrl.config.aliases import ALIASES, canonical, read_setting
 from meshrl.config.migrate import PROGRAMS
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
-from meshrl.config.tree import get_value, leaves, sections
+from meshrl.config.tree import get_value, leaves, sections, set_value
 
 DOCS = Path(__file__).parents[2] / "docs"
 KEYS = leaves(PPOConfig)
@@ -184,7 +185,8 @@ def test_trls_scaling_of_rewards(scale, words):
 
 
 SFT_ROWS = [cells for heading, cells in rows_of(DOCS / "migrate_sft.md") if heading == "Key by key"]
-SFT_KEYS = {**leaves(SFTConfig), **sections(SFTConfig)}
+KEYS_OF_SFT = leaves(SFTConfig)
+SFT_KEYS = {**KEYS_OF_SFT, **sections(SFTConfig)}
 
 
 @pytest.mark.parametrize("cells", SFT_ROWS, ids=lambda cells: cells[0])
@@ -199,6 +201,41 @@ def test_rows_of_the_supervised_page(cells):
     wanted = name if ours == "same" else ours.partition("=")[0]
     assert reading.name == wanted
     assert wanted in SFT_KEYS
+
+
+def sample(leaf):
+    """A value of a key's type that is not its default."""
+    if leaf.info.choices:
+        choice = next(choice for choice in leaf.info.choices if choice != leaf.default)
+        return [choice] if leaf.base_type is list else choice
+    samples = {bool: not leaf.default, int: 2, float: 0.5, str: "some", list: ["some"]}
+    return samples[leaf.base_type]
+
+
+@pytest.mark.parametrize("cells", SFT_ROWS, ids=lambda cells: cells[0])
+def test_rows_of_the_supervised_page_load(cells):
+    """Each key with a value, as a user gives it: ours has that value afterwards, and the rest is as it was."""
+    (theirs, _, said), (ours, _, _) = cells[0].partition("="), cells[1].partition("=")
+    name = theirs if ours == "same" else ours
+    default = load_config(None, [], SFTConfig).config
+    if ours == "not needed":
+        loaded = load_config(None, [f"{theirs}={said or 'true'}"], SFTConfig)
+        assert loaded.config == default
+        assert loaded.notes
+    elif name in KEYS_OF_SFT:
+        leaf = KEYS_OF_SFT[name]
+        value = cells[1].partition("=")[2] or ("messages" if theirs == "data.multiturn.enable" else sample(leaf))
+        given = said or (True if theirs == "data.multiturn.enable" else value)
+        config = load_config(None, [f"{theirs}={json.dumps(given)}"], SFTConfig).config
+        assert get_value(config, name) == value != leaf.default
+        set_value(config, name, leaf.default)
+        assert config == default
+    else:
+        below = [key for key in KEYS_OF_SFT if key.startswith(f"{name}.")]
+        assert len(below) > 3
+        for key in below:
+            word = f"{theirs}{key.removeprefix(name)}={json.dumps(get_value(default, key))}"
+            assert load_config(None, [word], SFTConfig).config == default
 
 
 def plain(text):
