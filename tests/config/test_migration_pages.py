@@ -16,6 +16,7 @@ from meshrl.algorithms import compute_advantage
 from meshrl.algorithms.rollout_correction import compute_rollout_correction_weights
 from meshrl.config import check_config, load_config
 from meshrl.config.aliases import ALIASES, canonical, read_setting
+from meshrl.config.checks import check_notes
 from meshrl.config.migrate import PROGRAMS
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
@@ -160,6 +161,22 @@ def test_a_balancing_loss_under_fsdp_is_refused():
     config = load_config("grpo", [there, "actor_rollout_ref.actor.strategy=megatron"]).config
     assert check_config(config, check_files=False) == []
     assert len(check_config(load_config("grpo", [there]).config, check_files=False)) == 1
+
+
+@pytest.mark.parametrize(("asks", "noted"), [(True, True), (False, False)])
+def test_a_balancing_loss_that_the_model_asks_for_is_noted(tmp_path, asks, noted):
+    """TRL and Transformers add it where config.json says output_router_logits; nobody wrote that into our config."""
+    shape = {"model_type": "qwen3_moe", "router_aux_loss_coef": 0.001, "output_router_logits": asks}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    for root, name, role in ((PPOConfig, "actor_rollout_ref.model.path", "actor_rollout_ref.actor"),
+                             (SFTConfig, "model.path", "engine")):  # fmt: skip
+        loaded = load_config(None, [f"{name}={tmp_path}"], root)
+        notes = [note for note in check_notes(loaded.config, loaded.sources) if "balanced experts" in note]
+        assert len(notes) == noted
+        assert all("router_aux_loss_coef=0.001" in note and note.startswith(f"{name}: ") for note in notes)
+        coefficient = f"{role}.megatron.override_transformer_config={{moe_aux_loss_coeff: 0.001}}"
+        loaded = load_config(None, [f"{name}={tmp_path}", coefficient, f"{role}.strategy=megatron"], root)
+        assert not [note for note in check_notes(loaded.config, loaded.sources) if "balanced experts" in note]
 
 
 @pytest.mark.parametrize(
