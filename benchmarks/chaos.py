@@ -91,7 +91,7 @@ def command(
         f"trainer.total_training_steps={steps}",
         f"trainer.max_restarts={restarts}",
         f"trainer.backend={backend}",
-        "trainer.restart_wait=0",
+        *(["trainer.restart_wait=0"] if restarts else []),
         "trainer.device=cpu",
         "trainer.logger=[file]",
         "trainer.save_freq=4",

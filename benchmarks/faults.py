@@ -96,7 +96,6 @@ COMMON = (
     "trainer.memory_copy_freq=1",
     "trainer.test_freq=-1",
     "trainer.val_before_train=false",
-    "trainer.restart_wait=0",
     "reward.name=null",
     f"reward.functions.own={{weight: 0.5, name: compute_score, path: {Path(__file__).resolve()}}}",
     "data.train_batch_size=8",
@@ -200,7 +199,7 @@ class ForkedNursery:
                 (control,) = pass_fds
                 os.closerange(3, control)
                 os.closerange(control + 1, 4096)
-                aims.arm("nursery")
+                aims.arm("forkserver")
                 forkserver.serve(control)
             os._exit(1)
 
@@ -270,6 +269,7 @@ class Bench:
             f"actor_rollout_ref.model.path={self.model}",
             f"trainer.default_local_dir={out}",
             f"trainer.max_restarts={kind.restarts}",
+            *(["trainer.restart_wait=0"] if kind.restarts else []),
             *COMMON,
             *kind.overrides,
             *judge,
@@ -382,7 +382,7 @@ def living(mark: str) -> list[str]:
             if entry.name.isdigit() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
                 words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 is_zombie = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-                if words and not is_zombie and "memory_warden" not in words:
+                if words and not is_zombie and "shm_cleaner" not in words:
                     found.append(f"{entry.name} {words[:200]}")
     return found
 

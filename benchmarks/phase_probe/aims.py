@@ -115,6 +115,7 @@ class Aims:
         elif action == "oom kill":
             with open(f"{self.cgroup}/cgroup.procs", "w") as file:
                 file.write(str(os.getpid()))
+            bytes(range(256)) * (1 << 17)  # 32 MB: the kernel kills at the next page beyond the group's limit
         else:
             raise ValueError(action)
 
@@ -133,7 +134,7 @@ def arm(who=None):
     global armed
     if who is None:
         words = " ".join(sys.orig_argv)
-        kinds = {"controller.nursery": "nursery", "rewards.worker": "reward"}
+        kinds = {"controller.forkserver": "forkserver", "rewards.pool_worker": "reward"}
         who = next((kind for name, kind in kinds.items() if name in words), None)
     if who is None:
         return
@@ -141,7 +142,7 @@ def arm(who=None):
         armed = Aims(os.environ[VARIABLE], who)
         sys.addaudithook(armed.audit)
     armed.who, armed.counts = who, {}
-    {"controller": watch_controller, "nursery": watch_workers, "reward": watch_rewards}[who](armed)
+    {"controller": watch_controller, "forkserver": watch_workers, "reward": watch_rewards}[who](armed)
 
 
 def around(owner, name, before):

@@ -157,7 +157,7 @@ def check_notes(config: PPOConfig | SupervisedConfig, sources: Mapping[str, str]
     """Return one line for each set key that has no effect and does no harm. `sources` has the source of each key."""
     config = copy.deepcopy(config)
     fill_followers(config)
-    notes = checkpoint_notes(config)
+    notes = [*checkpoint_notes(config), *_balance_notes(config)]
     if config.trainer.backend != "ray":
         notes += [f"{name} is for trainer.backend=ray: no Ray is started" for name in changed_keys(config, "ray_init.")]
     if isinstance(config, PPOConfig):
@@ -277,6 +277,24 @@ def _shape_of(model: ModelConfig) -> dict[str, Any]:
         return read_model_config(model)
     except ValueError:
         return {}
+
+
+def _balance_notes(config: PPOConfig | SupervisedConfig) -> list[str]:
+    """Return a note if the model's config.json asks for a load-balancing loss of experts, which is not added."""
+    model, engine, prefix, role = (
+        (config.actor_rollout_ref.model, config.actor_rollout_ref.actor, MODEL, ACTOR)
+        if isinstance(config, PPOConfig)
+        else (config.model, config.engine, "model", "engine")
+    )
+    shape = _shape_of(model)
+    key = "megatron.override_transformer_config.moe_aux_loss_coeff"
+    has_own = engine.strategy == "megatron" and engine.megatron.override_transformer_config.get("moe_aux_loss_coeff")
+    if has_own or not (shape.get("output_router_logits") and (weight := shape.get("router_aux_loss_coef"))):
+        return []
+    return [
+        f"{prefix}.path: the model's config.json asks for a loss for balanced experts (output_router_logits with "
+        f"router_aux_loss_coef={weight}), which is not added: {role}.{key}={weight} with {role}.strategy=megatron does"
+    ]
 
 
 def _generation_problems(config: PPOConfig) -> list[str]:

@@ -1,6 +1,7 @@
 """The pages for those who come from verl and TRL name keys that exist on both sides, with the defaults they have."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from verl_keys import GROUPS, VERL_KEYS
 from meshrl.algorithms import compute_advantage
 from meshrl.algorithms.rollout_correction import compute_rollout_correction_weights
 from meshrl.config import check_config, load_config
-from meshrl.config.keys import get_value, leaves, sections
+from meshrl.config.keys import get_value, leaves, sections, set_value
 from meshrl.config.rl import PPOConfig
 from meshrl.config.supervised import SFTConfig
+from meshrl.config.validate import check_notes
 from meshrl.config.verl_names import ALIASES, canonical, read_setting
 from meshrl.tools.migrate.migrate import PROGRAMS
 
@@ -161,6 +163,22 @@ def test_a_balancing_loss_under_fsdp_is_refused():
     assert len(check_config(load_config("grpo", [there]).config, check_files=False)) == 1
 
 
+@pytest.mark.parametrize(("asks", "noted"), [(True, True), (False, False)])
+def test_a_balancing_loss_that_the_model_asks_for_is_noted(tmp_path, asks, noted):
+    """TRL and Transformers add it where config.json says output_router_logits; nobody wrote that into our config."""
+    shape = {"model_type": "qwen3_moe", "router_aux_loss_coef": 0.001, "output_router_logits": asks}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    for root, name, role in ((PPOConfig, "actor_rollout_ref.model.path", "actor_rollout_ref.actor"),
+                             (SFTConfig, "model.path", "engine")):  # fmt: skip
+        loaded = load_config(None, [f"{name}={tmp_path}"], root)
+        notes = [note for note in check_notes(loaded.config, loaded.sources) if "balanced experts" in note]
+        assert len(notes) == noted
+        assert all("router_aux_loss_coef=0.001" in note and note.startswith(f"{name}: ") for note in notes)
+        coefficient = f"{role}.megatron.override_transformer_config={{moe_aux_loss_coeff: 0.001}}"
+        loaded = load_config(None, [f"{name}={tmp_path}", coefficient, f"{role}.strategy=megatron"], root)
+        assert not [note for note in check_notes(loaded.config, loaded.sources) if "balanced experts" in note]
+
+
 @pytest.mark.parametrize(
     ("scale", "words"),
     [
@@ -184,7 +202,8 @@ def test_trls_scaling_of_rewards(scale, words):
 
 
 SFT_ROWS = [cells for heading, cells in rows_of(DOCS / "migrate_sft.md") if heading == "Key by key"]
-SFT_KEYS = {**leaves(SFTConfig), **sections(SFTConfig)}
+KEYS_OF_SFT = leaves(SFTConfig)
+SFT_KEYS = {**KEYS_OF_SFT, **sections(SFTConfig)}
 
 
 @pytest.mark.parametrize("cells", SFT_ROWS, ids=lambda cells: cells[0])
@@ -199,6 +218,41 @@ def test_rows_of_the_supervised_page(cells):
     wanted = name if ours == "same" else ours.partition("=")[0]
     assert reading.name == wanted
     assert wanted in SFT_KEYS
+
+
+def sample(leaf):
+    """A value of a key's type that is not its default."""
+    if leaf.info.choices:
+        choice = next(choice for choice in leaf.info.choices if choice != leaf.default)
+        return [choice] if leaf.base_type is list else choice
+    samples = {bool: not leaf.default, int: 2, float: 0.5, str: "some", list: ["some"]}
+    return samples[leaf.base_type]
+
+
+@pytest.mark.parametrize("cells", SFT_ROWS, ids=lambda cells: cells[0])
+def test_rows_of_the_supervised_page_load(cells):
+    """Each key with a value, as a user gives it: ours has that value afterwards, and the rest is as it was."""
+    (theirs, _, said), (ours, _, _) = cells[0].partition("="), cells[1].partition("=")
+    name = theirs if ours == "same" else ours
+    default = load_config(None, [], SFTConfig).config
+    if ours == "not needed":
+        loaded = load_config(None, [f"{theirs}={said or 'true'}"], SFTConfig)
+        assert loaded.config == default
+        assert loaded.notes
+    elif name in KEYS_OF_SFT:
+        leaf = KEYS_OF_SFT[name]
+        value = cells[1].partition("=")[2] or ("messages" if theirs == "data.multiturn.enable" else sample(leaf))
+        given = said or (True if theirs == "data.multiturn.enable" else value)
+        config = load_config(None, [f"{theirs}={json.dumps(given)}"], SFTConfig).config
+        assert get_value(config, name) == value != leaf.default
+        set_value(config, name, leaf.default)
+        assert config == default
+    else:
+        below = [key for key in KEYS_OF_SFT if key.startswith(f"{name}.")]
+        assert len(below) > 3
+        for key in below:
+            word = f"{theirs}{key.removeprefix(name)}={json.dumps(get_value(default, key))}"
+            assert load_config(None, [word], SFTConfig).config == default
 
 
 def plain(text):

@@ -1,7 +1,8 @@
 """Programs that look for their answer instead of computing it, and a driver that scores them as some user.
 
-`python hostile_programs.py` reads `{"root", "backend", "secret", "reading", "checked"}` as JSON on standard input,
-prepares what there is to find, and prints the score of every program. It needs the standard library and the package.
+`python hostile_programs.py` reads `{"root", "backend", "secret", "reading", "checked", "bare"}` as JSON on standard
+input, prepares what there is to find, and prints the score of every program, and which of the last find it without a
+sandbox. It needs the standard library and the package.
 """
 
 import ctypes
@@ -21,6 +22,7 @@ from pathlib import Path
 LOOK = """
 import ctypes, glob, os, re, socket, sys
 WORD = re.compile(rb"meshrl-secret-[0-9a-f]{16}")
+LIBRARIES = ("lib", "lib64")  # of an environment: tens of thousands of files
 TRAIN, FOLDER, PORT, ABSTRACT, SHM, SEGMENT, PARENT = PLACES
 def look(data):
     found = WORD.search(data if isinstance(data, bytes) else str(data).encode(errors="replace"))
@@ -36,7 +38,7 @@ def read(path):
         pass
 def walk(top, skip=("/proc", "/sys", "/usr", "/lib", "/lib64", "/dev", "/var/lib", "/opt")):
     for folder, folders, files in os.walk(top):
-        folders[:] = [name for name in folders if os.path.join(folder, name) not in skip and name != "lib"]
+        folders[:] = [name for name in folders if os.path.join(folder, name) not in skip and name not in LIBRARIES]
         for name in files:
             path = os.path.join(folder, name)
             if os.path.isfile(path) and os.path.getsize(path) < 1 << 16:
@@ -496,7 +498,7 @@ def serve(server, secret):
 
 
 def main():
-    """Score all programs on all backends, run the reading ones bare, and say what was left behind."""
+    """Score programs on a backend, run others bare, and say what was left behind."""
     asked = json.load(sys.stdin)
     sys.path.insert(0, asked["root"])
     from meshrl.rewards.functions import code
@@ -540,7 +542,7 @@ def main():
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if is_readable(path)]
     answer["left"] = sum(b"meshrl-grandchild" in line for line in commands)
     # Last: Python's own tracker removes shared memory that it has opened.
-    answer["bare"] = {name: bare(*programs[name]) for name in asked["reading"] if READING[name][1]}
+    answer["bare"] = {name: bare(*programs[name]) for name in asked["bare"]}
     shared.unlink(missing_ok=True)
     train.unlink()
     os.rmdir(folder)
