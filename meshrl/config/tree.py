@@ -155,7 +155,8 @@ def is_default(config: Any, leaf: Leaf) -> bool:
 
 def changed_keys(config: Any, prefix: str = "") -> list[str]:
     """The keys under a dotted prefix that differ from their defaults."""
-    return [leaf.name for leaf in _under(type(config), prefix) if not is_default(config, leaf)]
+    root: type = type(config)
+    return [leaf.name for leaf in _under(root, prefix) if not is_default(config, leaf)]
 
 
 @cache
