@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum, Path)
+COMMON = frozenset((bool, int, float, str, type(None)))  # the same, asked faster
 MOST_CHILDREN = 200
 # Times, memory addresses and counters that differ from run to run.
 VOLATILE = re.compile(
@@ -26,6 +27,11 @@ VOLATILE = re.compile(
 LONGEST = 20  # no match of it is longer
 
 
+@functools.cache
+def _is_volatile(path: str) -> bool:
+    return VOLATILE.search(path) is not None
+
+
 def graph(root: Any) -> dict[str, str]:
     """Every plain value that can be reached from an object, by the path to it. Configs themselves are left out."""
     found: dict[str, str] = {}
@@ -33,9 +39,9 @@ def graph(root: Any) -> dict[str, str]:
     stack: list[tuple[str, Any, int]] = [("", root, 0)]
     while stack:
         path, node, known = stack.pop()
-        if VOLATILE.search(path, known):
+        if _is_volatile(path[known:]):
             continue
-        if isinstance(node, PLAIN):
+        if type(node) in COMMON or isinstance(node, PLAIN):
             found[path] = f"{node!r:.300}"
         elif isinstance(node, type):
             found[path] = node.__qualname__

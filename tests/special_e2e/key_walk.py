@@ -39,6 +39,7 @@ import meshrl.config.load as loading
 import meshrl.engines.fsdp.fsdp_engine
 import meshrl.trainer.launch as runs
 import meshrl.trainer.run_state
+import meshrl.trainer.time_accounting
 from meshrl.config.batch_sizes import BatchUnits
 from meshrl.config.keys import ConfigError, get_value
 from meshrl.config.load import ROOTS, Loaded, load_config
@@ -59,6 +60,11 @@ class Usual:
 
     outcome: Outcome
     noise: set[str]
+
+    @functools.cached_property
+    def begun(self) -> Outcome:
+        """What had been built at the start."""
+        return begun(self.outcome)
 
 
 def begun(outcome: Outcome) -> Outcome:
@@ -99,10 +105,10 @@ class Watched:
 
 
 def _named(value: Any) -> Any:
-    """A model by its class: all of it would be too much."""
-    return (
-        type(value).__name__ if isinstance(value, torch.nn.Module) or value.__class__.__name__ == "DataProto" else value
-    )
+    """A model or a batch by its class, for all of it would be too much, and so an engine, which hangs on its worker."""
+    kind = type(value)
+    is_large = isinstance(value, torch.nn.Module | DataProto) or kind.__name__ in ("FSDPEngine", "MegatronEngine")
+    return kind.__name__ if is_large else value
 
 
 def ran(config: Any, root: str, out: Path, usual: Usual | None = None, anew: bool = True) -> Outcome:
@@ -116,7 +122,7 @@ def ran(config: Any, root: str, out: Path, usual: Usual | None = None, anew: boo
     def fit(keeper: Any, loop: Any) -> None:
         built = graph({"keeper": keeper, "loop": loop}) | watched.calls
         found.update({f"{BEGUN}{name}": value for name, value in built.items()})
-        if usual is not None and difference(begun(usual.outcome), found, usual.noise):
+        if usual is not None and difference(usual.begun, found, usual.noise):
             raise EnoughError
         real(keeper, loop)
         found.update(graph({"keeper": keeper, "loop": loop}))
@@ -477,8 +483,8 @@ class Walker:
             found = look(loaded.config, root, self.folder / "run")
         except Exception as error:
             return replace(answer, error="".join(traceback.format_exception(error))[-3000:])
-        ended = way == "ran" and found.keys() == begun(found).keys()
-        places = difference(begun(usual.outcome) if ended else usual.outcome, found, usual.noise)
+        ended = way == "ran" and all(name.startswith(BEGUN) for name in found)
+        places = difference(usual.begun if ended else usual.outcome, found, usual.noise)
         return replace(answer, places=len(places), examples=places[:3], error=found.get("error"))
 
 
@@ -559,6 +565,7 @@ def make_cheaper() -> None:
     gc.set_threshold(20_000, 20, 50)
     os.fsync = lambda file: None  # no file has to outlive the machine
     torch.compile = lambda function, **options: function  # that layers are compiled, and how, is seen from our own call
+    meshrl.trainer.time_accounting.seconds_of_a_block = lambda: 0.0  # what booking takes here, measured in each run
     loading.parse_override = functools.cache(loading.parse_override)
     for kind in (transformers.AutoConfig, transformers.AutoTokenizer):
         kind.from_pretrained = reading_once(kind.from_pretrained)
