@@ -273,7 +273,7 @@ def read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
     Arguments are described in `Args:` sections or by `:param x:` lines.
     """
-    lines = (inspect.getdoc(function) or "").splitlines()
+    lines = inspect.cleandoc(function.__doc__ or "").splitlines()  # not inherited, as `inspect.getdoc` has it
     text: list[str] = []
     described: dict[str, str] = {}
     section, last = "", ""

@@ -224,7 +224,7 @@ def eight_bit_problems(config: PPOConfig) -> list[str]:
 def eight_bit_file_problems(config: PPOConfig) -> list[str]:
     """Check that the embedded rollout supports FP8 matmuls for the model's family (`CUT_FAMILIES`, without experts)."""
     policy = config.actor_rollout_ref
-    if policy.rollout.quantization is None or not (found := read_model_config(policy.model)):
+    if policy.rollout.quantization is None or not (found := _shape(policy.model)):
         return []
     if (kind := found.get("model_type")) in CUT_FAMILIES:
         return []
@@ -339,10 +339,15 @@ def _image_key_problems(config: PPOConfig | SupervisedConfig, model: ModelConfig
 
 
 def _kind(model: ModelConfig) -> str | None:
+    return _shape(model).get("model_type")
+
+
+def _shape(model: ModelConfig) -> dict[str, Any]:
+    """Return a model's config, or nothing if it cannot be read, which `model_problems` reports."""
     try:
-        return read_model_config(model).get("model_type")
+        return read_model_config(model)
     except ValueError:
-        return None  # `model_problems` reports it
+        return {}
 
 
 def _no_processor(name: str, model: ModelConfig) -> str:
@@ -352,10 +357,7 @@ def _no_processor(name: str, model: ModelConfig) -> str:
 def _problems(
     model: ModelConfig, model_name: str, engine: EngineConfig, engine_name: str, others: dict[str, bool]
 ) -> list[str]:
-    try:
-        shape: dict[str, Any] = read_model_config(model)
-    except ValueError:
-        return []  # `model_problems` reports it
+    shape = _shape(model)
     kind = shape.get("model_type")
     if kind not in SEEING:
         frozen = shape and engine.freeze_vision_tower
@@ -399,7 +401,7 @@ def replay_file_problems(config: PPOConfig) -> list[str]:
     policy = config.actor_rollout_ref
     if policy.actor.router_replay.mode == "disabled":
         return []
-    found = read_model_config(policy.model)
+    found = _shape(policy.model)
     if not found or any(found.get(name) for name in (*EXPERT_COUNTS, "moe_num_experts")):
         return []
     return [

@@ -61,10 +61,9 @@ def learning(records: Sequence[Record]) -> Verdict:
     question = "Is it learning?"
     reward = series_of("critic/score/mean", "training reward", records)
     curve = reward if reward.values else series_of("train/loss", "training loss", records)
-    better = 1 if reward.values else -1
-    held_out = validation_series(records) or [series_of("val/loss", "validation loss", records)]
-    checks = [_course(curve, better)] if curve.values else []
-    checks += [_validation(v, better) for v in held_out if len(v.values) > 1]
+    checks = [_course(curve, 1 if reward.values else -1)] if curve.values else []
+    scores, losses = validation_series(records), [series_of("val/loss", "validation loss", records)]
+    checks += [_validation(v, 1 if scores else -1) for v in scores or losses if len(v.values) > 1]
     if not checks:
         return Verdict(question, OPEN, "Nothing yet", "no reward and no loss was logged so far")
     level = checks[0].level

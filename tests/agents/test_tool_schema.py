@@ -110,6 +110,14 @@ def test_a_class_is_described_by_its_execute():
     assert described["parameters"]["properties"] == {"line": {"type": "string", "description": "what to keep"}}
 
 
+def test_models_are_not_shown_the_docstring_of_the_base_class():
+    class Bare(Tool):
+        def execute(self, state: Any, line: str) -> str:
+            return line
+
+    assert Bare().schema()["function"]["description"] == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

@@ -32,3 +32,12 @@ def test_only_mixtures_of_experts_have_routes(tmp_path, fields, has_experts):
     assert (found == []) == has_experts
     assert all("(some) has no experts: set disabled" in problem for problem in found)
     assert replay_file_problems(config_of(path)) == []
+
+
+def test_a_damaged_config_file_is_reported_beside_the_other_problems(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    path = f"actor_rollout_ref.model.path={tmp_path}"
+    for setting in (f"{MODE}=R3", "actor_rollout_ref.rollout.quantization=fp8"):
+        found = check_config(config_of(setting, path, "data.train_batch_size=7"))
+        assert any("config.json" in problem for problem in found)
+        assert any("data.train_batch_size" in problem for problem in found)

@@ -77,6 +77,15 @@ def test_a_validation_that_rises_alone_is_a_perhaps():
         assert "0.300 → 0.700" in found.text
 
 
+def test_accuracy_is_better_when_it_is_higher_also_in_a_run_without_a_reward():
+    records = run(**{"train/loss": noisy(lambda step: 2 - step / 50)})
+    records[0][VALIDATION], records[40][VALIDATION] = 0.1, 0.3
+    found = learning(records)
+    assert (found.level, found.answer) == (GOOD, "Yes")
+    records[40][VALIDATION] = 0.05
+    assert (learning(records).level, learning(records).answer) == (WATCH, "Only in training")
+
+
 def test_supervised_runs_are_judged_by_their_loss():
     assert learning(run(**{"train/loss": noisy(lambda step: 2 - step / 50)})).level == GOOD
     assert learning(run(**{"train/loss": noisy(lambda step: 1 + step / 50)})).level == BAD

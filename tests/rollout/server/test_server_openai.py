@@ -42,11 +42,12 @@ def ask(client, **fields):
     return client.completions.create(**({"model": "tiny", "prompt": "1+2="} | fields), extra_body=own)
 
 
-def test_models(client):
+def test_models(client, server):
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError, match="only 'tiny'"):
         client.models.retrieve("big/model")
+    assert server.metrics()['http_responses_total{route="/v1/models/{wanted:path}",status="404"}'] == 1
 
 
 def test_greedy_completion_takes_the_likeliest_tokens(client, hf_model, tokenizer):
