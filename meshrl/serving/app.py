@@ -264,7 +264,7 @@ def _counted(app: FastAPI, service: Service, answers: ASGIApp) -> ASGIApp:
         async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 known = scope["path"] if scope["path"] in routes else "other"
-                path = getattr(scope.get("route"), "path", known)  # `/v1/models/{name}`, as the app declares it
+                path = str(getattr(scope.get("route"), "path", known))  # `/v1/models/{name}`, as the app declares it
                 service.metrics.responses[path, message["status"]] += 1
             await send(message)
 

@@ -22,11 +22,12 @@ import secrets
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from meshrl.config.trainer import RayInitConfig, RunConfig
 from meshrl.controller.peer_memory import Shelves, end_shelves, write_newest
@@ -52,6 +53,8 @@ MEMORY = Path("/dev/shm")
 PREFIX = "meshrl-copies-"
 # Seconds for which unused copies are kept: longer than the longest wait before a restart.
 HOLD_SECONDS = 900.0
+# Seconds to try for the lock of the copies' folder, which its cleaner process takes for microseconds at a time.
+LOCK_SECONDS = 1.0
 
 
 def copies_folder(run_dir: str | Path) -> Path | None:
@@ -182,7 +185,7 @@ def held_copies(trainer: RunConfig) -> Iterator[None]:
     warden = subprocess.Popen(words, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     with open(folder / shm_cleaner.LOCK, "wb+") as stream:
-        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _take_lock(stream)
         try:
             yield
         except BaseException as error:
@@ -191,6 +194,19 @@ def held_copies(trainer: RunConfig) -> Iterator[None]:
             _end(trainer, warden)
             raise
         _end(trainer, warden)
+
+
+def _take_lock(stream: IO[bytes]) -> None:
+    """Take the folder's lock. The cleaner process of an earlier attempt may hold it for a moment when it probes it."""
+    until = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.01)
 
 
 def _new_name(run_dir: Path) -> Path:

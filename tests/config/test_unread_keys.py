@@ -127,7 +127,6 @@ NOTED = [
     ([f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"],
      f"{ACTOR}.ppo_max_token_len_per_gpu=9000"),
     (["trainer.total_training_steps=9"], "trainer.total_epochs=3"),
-    (["trainer.default_local_dir=here"], "trainer.project_name=mine"),
     ([], f"{ROLLOUT}.val_kwargs.n=1"),
     ([], "data.val_batch_size=8"),
     (["data.filter_overlong_prompts=true"], "data.truncation=left"),

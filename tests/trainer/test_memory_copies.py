@@ -150,6 +150,21 @@ def wait_for(condition, seconds=30.0):
         time.sleep(0.02)
 
 
+def test_a_lock_that_is_held_for_a_moment_is_waited_for(tmp_path, monkeypatch):
+    hold = "import fcntl, sys, time; f = open(sys.argv[1], 'wb+'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); "
+    for seconds, limit in ((0.3, 10.0), (10.0, 0.3)):
+        monkeypatch.setattr(memory_checkpoints, "LOCK_SECONDS", limit)
+        words = [sys.executable, "-c", f"{hold} time.sleep({seconds})", str(tmp_path / "lock")]
+        with subprocess.Popen(words, stdout=subprocess.PIPE) as holder, open(tmp_path / "lock", "wb+") as stream:
+            holder.stdout.readline()
+            if seconds < limit:
+                memory_checkpoints._take_lock(stream)
+            else:
+                with pytest.raises(BlockingIOError):
+                    memory_checkpoints._take_lock(stream)
+            holder.kill()
+
+
 def test_the_warden_waits_while_the_folder_is_in_use_and_then_removes_it(tmp_path):
     """A process that holds it is killed; a second warden ends at once."""
     folder = tmp_path / "copies"
