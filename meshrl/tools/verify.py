@@ -2,7 +2,7 @@
 
 Both sides run two optimizer steps from the same weights and samples, and the results are compared.
 
-- Reference: the Hugging Face model with eager attention, a padded batch, one process, a textbook loss and torch's AdamW.
+- Reference: the Hugging Face model with eager attention, padded batches, one process, a textbook loss, torch's AdamW.
 - Engine: packs the samples, shards itself as configured, accumulates micro-batches and steps.
 - Control: the reference with perturbed weights, which the comparison must tell apart.
 """
@@ -91,7 +91,7 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """Whether every difference is within `TOLERANCE` and at least one difference of the control is not."""
+        """True if every difference is within `TOLERANCE` and at least one difference of the control is not."""
         return max(self.differences.values()) <= TOLERANCE and max(self.control.values()) > TOLERANCE
 
 
@@ -138,7 +138,8 @@ def write_model(config: PretrainedConfig, folder: Path) -> Path:
         for buffer in persistent_buffers(model).values():
             if buffer.is_floating_point() and buffer.dim():
                 buffer.normal_(std=0.1)  # a fresh router's bias is zero, which would test nothing
-        for layer in recurrences(model):  # freshly initialized states decay so fast that the gradients of the decay are only rounding errors
+        # Freshly initialized states decay so fast that the gradients of the decay are only rounding errors.
+        for layer in recurrences(model):
             torch.nn.init.uniform_(layer.A_log, -3, 0)
             torch.nn.init.normal_(layer.dt_bias, std=0.5)
         model.save_pretrained(folder)
