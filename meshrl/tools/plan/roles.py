@@ -268,7 +268,10 @@ class Role:
         return self.dtype.itemsize == 2 and whole <= self.engine.keep_logits_megabytes << 20
 
     def _head(self, targets: int, trains: bool) -> Parts:
-        """"""
+        """Return the bytes of logits and of what their gradient needs.
+
+        They follow the computation of `log_probs` and `vocab_parallel` on a GPU.
+        """
         if self.head != "lm":
             return {"logits": targets * FLOAT}
         vocabulary, size = self.vocabulary, self.dtype.itemsize

@@ -256,7 +256,10 @@ class _Planner:
         return Phase("generate", memory, float(seconds), stage=stage)
 
     def _arriving(self) -> int:
-        """"""
+        """Return the bytes of new weights and of messages in flight on a rollout's own devices.
+
+        A disaggregated rollout generates while a new version arrives.
+        """
         return self.generation.arriving() + self.sync.buffers if self.generation.is_apart else 0
 
     def _switch(self) -> Phase:

@@ -334,7 +334,7 @@ class ModelTrace:
 
 @dataclass(frozen=True)
 class Cut:
-    """The tensor-parallel sharding of a layer.
+    """The tensor-parallel sharding of a layer's matmuls and activations.
 
     `tp` ranks share the dense matmuls and `etp` ranks the expert matmuls. `shares_sequence` is sequence parallelism.
     """
