@@ -47,7 +47,7 @@ class RolloutPlan:
     replicas: int
     at_once: int
     cache_bytes: int
-    smallest_cache: int  # of one sequence of full length
+    smallest_cache: int  # bytes for one sequence of full length
     sync: Sync
 
     @property

@@ -33,9 +33,9 @@ from meshrl.tools.plan.models import PlannedModel
 class LayerTrace:
     """The memory of one layer on one rank, in bytes."""
 
-    kept: int  # from forward to backward
-    forward: int  # at most during a forward without gradients, beyond the input
-    backward: int  # at most during the backward, beyond what all layers keep
+    kept: int  # held from forward to backward
+    forward: int  # peak of a forward without gradients, beyond the input
+    backward: int  # peak of the backward, beyond the bytes that all layers keep
 
     def scaled(self, factor: float) -> LayerTrace:
         """Return the trace for a number of tokens that differs by `factor`."""
@@ -309,7 +309,7 @@ class ModelTrace:
     sparse: LayerTrace | None
     norm: LayerTrace
     is_sparse: tuple[bool, ...]
-    moved: dict[bool, LayerMoves]  # of a dense and of a sparse layer
+    moved: dict[bool, LayerMoves]  # key: False for a dense layer, True for a sparse layer
 
     def of_layer(self, layer: int, tokens: int) -> LayerTrace:
         """Return one layer's trace, scaled to `tokens`."""
