@@ -270,7 +270,7 @@ class Role:
     def _head(self, targets: int, trains: bool) -> Parts:
         """Return the bytes of logits and of what their gradient needs.
 
-        They follow the computation of `log_probs` and `vocab_parallel` on a GPU.
+        The bytes follow the computation of `log_probs` and `vocab_parallel` on a GPU.
         """
         if self.head != "lm":
             return {"logits": targets * FLOAT}

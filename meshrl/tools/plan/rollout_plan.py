@@ -205,7 +205,7 @@ class Generation:
     def seconds(self, lengths: Lengths, cache: int, clock: Clock) -> tuple[float, float, int]:
         """Return the seconds of prefill and of decoding, and the number of concurrent sequences.
 
-        The busiest replica stands for all: the one with the first part of the samples.
+        The times are those of the first replica, which has at least as many samples as any other.
         """
         part = lengths.part(0, self.replicas, len(lengths.prompts))
         # Data-parallel ranks inside a replica decode separate sequences.
