@@ -1,1 +1,5 @@
-"""Commands around a run: what it will take, whether machine and layout are fit, and verl's scripts as ours."""
+"""Commands around a run: `meshrl plan`, `meshrl doctor`, `meshrl verify` and `meshrl migrate`.
+
+`plan` predicts memory and time. `doctor` checks the machine. `verify` checks a layout's numerics. `migrate` translates
+scripts and configs of verl.
+"""

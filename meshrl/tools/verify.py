@@ -1,4 +1,11 @@
-"""`meshrl verify`: does the engine compute, on this machine and this layout, what one process computes?"""
+"""`meshrl verify`: check that the engine, on this machine and layout, computes the same as one process.
+
+Both sides run two optimizer steps from the same weights and samples, and the results are compared.
+
+- Reference: the Hugging Face model with eager attention, padded batches, one process, a textbook loss, torch's AdamW.
+- Engine: packs the samples, shards itself as configured, accumulates micro-batches and steps.
+- Control: the reference with perturbed weights, which the comparison must tell apart.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +83,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found for one model."""
+    """The largest relative differences found for one model, and those of its perturbed control."""
 
     model: str
     differences: dict[str, float]
@@ -84,17 +91,20 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """Everything agrees, and the perturbed control does not."""
+        """True if every difference is within `TOLERANCE` and at least one difference of the control is not."""
         return max(self.differences.values()) <= TOLERANCE and max(self.control.values()) > TOLERANCE
 
 
 def small_config(family: str, layers: int = SMALL["num_hidden_layers"]) -> PretrainedConfig:
-    """A tiny model of a known family."""
+    """Return the config of a tiny model of a family in `FAMILIES`."""
     return AutoConfig.for_model(family, **(SMALL | FAMILIES[family] | {"num_hidden_layers": layers}))
 
 
 def small_configs(overrides: Sequence[str]) -> dict[str, PretrainedConfig]:
-    """Tiny models of all families that the keys can be tried on: with experts if asked for, layers for all stages."""
+    """Return the configs of tiny models, by family, for the engine keys in `overrides`.
+
+    With expert parallelism only families with experts are used. There are enough layers for all pipeline stages.
+    """
     megatron = config_for(Path("."), 1, overrides, check=False).engine.megatron
     chunks = megatron.pipeline_model_parallel_size * (megatron.virtual_pipeline_model_parallel_size or 1)
     families = [name for name in FAMILIES if megatron.expert_model_parallel_size == 1 or name.endswith("_moe")]
@@ -102,7 +112,7 @@ def small_configs(overrides: Sequence[str]) -> dict[str, PretrainedConfig]:
 
 
 def shape_of(path: str, layers: int) -> PretrainedConfig:
-    """The config of the user's own model, with fewer layers."""
+    """Return the config of the user's own model, with fewer layers."""
     if not (Path(path) / "config.json").is_file():
         raise ConfigError([f"--model {path}: there is no such folder with a config.json"])
     if layers < 1:
@@ -112,7 +122,7 @@ def shape_of(path: str, layers: int) -> PretrainedConfig:
         raise ConfigError([f"--model {path}: not supported yet: the shape of a model that sees ({config.model_type})"])
     config = config.get_text_config()
     kinds = getattr(config, "layer_types", None)
-    if kinds and "linear_attention" in kinds:  # as many as it takes to have one of each kind
+    if kinds and "linear_attention" in kinds:  # enough layers to include each kind
         layers = max(layers, 1 + max(kinds.index(kind) for kind in set(kinds)))
     config.num_hidden_layers = min(layers, config.num_hidden_layers)
     if kinds:
@@ -121,14 +131,15 @@ def shape_of(path: str, layers: int) -> PretrainedConfig:
 
 
 def write_model(config: PretrainedConfig, folder: Path) -> Path:
-    """A model of this shape with random weights, which both sides load."""
+    """Write a model of this shape with random weights to a folder, which both sides then load."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for buffer in persistent_buffers(model).values():
             if buffer.is_floating_point() and buffer.dim():
-                buffer.normal_(std=0.1)  # a fresh router's bias is zero, which would say nothing
-        for layer in recurrences(model):  # fresh states fade so fast that gradients of fading are but rounding
+                buffer.normal_(std=0.1)  # a fresh router's bias is zero, which would test nothing
+        # Freshly initialized states decay so fast that the gradients of the decay are only rounding errors.
+        for layer in recurrences(model):
             torch.nn.init.uniform_(layer.A_log, -3, 0)
             torch.nn.init.normal_(layer.dt_bias, std=0.5)
         model.save_pretrained(folder)
@@ -136,7 +147,7 @@ def write_model(config: PretrainedConfig, folder: Path) -> Path:
 
 
 def config_for(model: Path, world: int, overrides: Sequence[str], check: bool = True) -> SFTConfig:
-    """The config of a trial: engine keys may be given without their `engine.`; float32 throughout."""
+    """Return the config of a trial in float32. Engine keys in `overrides` may omit their prefix `engine.`."""
     roots = ("engine.", "model.", "trainer.", "ray_init.")
     named = [word if word.startswith(roots) else f"engine.{word}" for word in overrides]
     fixed = [
@@ -160,7 +171,7 @@ def verify(
     layers: int = 2,
     console: Console | None = None,
 ) -> bool:
-    """Runs the check for the user's model shape, or for one tiny model of each family; prints a table."""
+    """Check the user's model shape, or one tiny model of each family; print a table and return whether all agree."""
     console = console or Console()
     transformers_logging.disable_progress_bar()
     shapes = {Path(model).name: shape_of(model, layers)} if model else small_configs(overrides)
@@ -190,12 +201,12 @@ def verify(
 
 
 def check_one(name: str, config: SFTConfig) -> Verdict:
-    """Both sides of one model, and the control."""
+    """Run the engine, the reference and the control for one model, and return their differences."""
     trial = Trial(config.model, config.engine)
     trainer = config.trainer
     pool = ResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=trainer.device == "cuda")
     deadlines = Deadlines(start=trainer.deadlines.start, call=trainer.deadlines.call)
-    # Rounding is compared on CPUs, except where the engine needs GPUs.
+    # The comparison runs on CPUs, unless the engine needs GPUs.
     on_cpu = trainer.device == "auto" and config.engine.strategy != "megatron"
     worker = ClassWithInitArgs(VerificationWorker, trial, "cpu" if on_cpu else trainer.device)
     with create_worker_group(pool, worker, backend=trainer.backend, role="verify", deadlines=deadlines) as group:
@@ -206,7 +217,7 @@ def check_one(name: str, config: SFTConfig) -> Verdict:
 
 
 def show(verdicts: Sequence[Verdict], console: Console) -> None:
-    """One row a model: the largest relative differences, and whether they are small enough."""
+    """Print a table with one row a model: the largest relative differences, and whether they are small enough."""
     table = Table(
         padding=(0, 0), title=f"engine against one process: largest relative difference (limit {TOLERANCE:.0e})"
     )
@@ -222,11 +233,7 @@ def show(verdicts: Sequence[Verdict], console: Console) -> None:
     console.print(f"control: the reference with its weights off by {CONTROL_PERTURBATION:.0e} must be told apart")
 
 
-# Does an engine on some layout compute what one process computes? Two optimizer steps on both sides, compared.
-#
-# The reference is as plain as can be: the Hugging Face model with its own attention, the batch padded, one process, a
-# textbook loss, torch's AdamW. The engine gets the same weights and samples, packs them, shards itself as configured,
-# accumulates micro-batches and steps.
+# ---- the comparison
 
 ENTROPY_WEIGHT = 0.01
 STEPS = 2
@@ -234,14 +241,14 @@ SEED = 5
 TEMPERATURE = 0.8
 
 
-# Adam divides by the size of the gradient: with its usual epsilon, weights whose gradient is nothing but rounding would
-# move by rounding alone, and comparing them would say nothing about the engine.
+# Adam divides by the size of the gradient. With the usual epsilon, weights whose gradient is only rounding error would
+# move by rounding error alone, and comparing such weights would test nothing. Hence the large epsilon.
 COMPARABLE_OPTIM = OptimConfig(lr=1e-2, eps=1e-3)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What is to be computed on both sides."""
+    """The model, the settings and the sizes of the batches that both sides compute."""
 
     model: ModelConfig
     engine: EngineConfig
@@ -249,15 +256,17 @@ class Trial:
     samples: int = 8
     max_prompt: int = 9
     max_response: int = 13
-    tokens_per_micro_batch: int = 30  # on one rank: small, so that several accumulate
-    with_routes: bool = False  # every batch says to which experts its tokens go
+    tokens_per_micro_batch: int = 30  # on one rank; small, so that several micro-batches accumulate
+    with_routes: bool = False  # every batch prescribes the experts of its tokens
 
     def batches(
         self, vocab_size: int, routed: PreTrainedModel | None = None, sight: Sight | None = None
     ) -> list[DataProto]:
-        """A batch for each step: prompts and responses of unequal lengths, one response of a single token.
+        """Draw one batch for each step, with prompts and responses of unequal lengths.
 
-        With routes through the layers of the model `routed`, and images for one that sees.
+        One response has a single token. `input_ids` and `attention_mask` are `[B, P + R]`, with prompts padded on the
+        left and responses on the right; `response_mask` and `advantages` are `[B, R]`. The model `routed` adds expert
+        routes through its layers, and `sight` of a vision-language model adds images.
         """
         generator = torch.Generator().manual_seed(SEED)
 
@@ -289,9 +298,10 @@ class Trial:
 
 @dataclass
 class Outcome:
-    """What a side found; tensors by Hugging Face name, log-probs by sample, on collecting ranks only.
+    """The results of one side, or of one rank of the engine's side.
 
-    `shard` is the rank's part of the batch: its number, and how many there are.
+    Gradients, weights and moments are keyed by Hugging Face name. Log-probs have one row a sample, on collecting ranks
+    only. `shard` is the rank's part of the batch: the index of the shard and the number of shards.
     """
 
     log_probs: Tensor
@@ -301,13 +311,13 @@ class Outcome:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
     moments: dict[str, Tensor] = field(default_factory=dict)
-    routes: list[np.ndarray] = field(default_factory=list)  # where the first batch's tokens go by themselves, by sample
+    routes: list[np.ndarray] = field(default_factory=list)  # the router's own experts for the first batch, by sample
 
 
 def with_images(batch: DataProto, sight: Sight, step: int) -> DataProto:
-    """The batch with images before some of its prompts: two before one of them, and one of these before another.
+    """Add images to two prompts of a batch: two images before one prompt, and one image before the next prompt.
 
-    They are in one half of the batch, so that a rank may have none.
+    Both prompts are in the same half of the batch, so that a rank may have no images.
     """
     random = np.random.default_rng((SEED, step))
     sides = [(16, 24), (40, 20)]
@@ -315,7 +325,7 @@ def with_images(batch: DataProto, sight: Sight, step: int) -> DataProto:
     images: list[Images] = [()] * len(batch)
     first = step * (len(batch) // 2)
     images[first + 1], images[first + 2] = pictures, pictures[:1]
-    # A token of text follows each image, as Transformers wants it.
+    # A text token follows each image, as Transformers requires.
     before = [[t for one in own for t in (*[sight.image_token] * sight.reader.num_tokens(one), 0)] for own in images]
     ids, mask = batch.batch["input_ids"], batch.batch["attention_mask"]
     ids = torch.where(ids == sight.image_token, 0, ids)
@@ -329,7 +339,10 @@ def with_images(batch: DataProto, sight: Sight, step: int) -> DataProto:
 
 
 def random_routes(hf_model: PreTrainedModel, lengths: Sequence[int]) -> np.ndarray:
-    """Routes that no router would choose, but for some tokens and the last of each sample, which have none."""
+    """Draw random routes for every sample, `[T, layers, top_k]`, which no router would choose.
+
+    The last token of each sample, and a fifth of the other tokens, have no route (`unknown`).
+    """
     routers = find_routers(hf_model)
     experts, chosen = len(routers[0].weight), int(routers[0].top_k)
     random = np.random.default_rng(SEED)
@@ -345,7 +358,10 @@ def random_routes(hf_model: PreTrainedModel, lengths: Sequence[int]) -> np.ndarr
 
 @contextmanager
 def watched_experts(model: nn.Module, watch: Callable[..., Any]) -> Iterator[None]:
-    """Inside, `watch(layer, router, hidden states, chosen experts, weights)` may say what the experts see instead."""
+    """Call `watch(layer, router, hidden, chosen experts, weights)` before the experts of each layer run.
+
+    A returned tuple replaces the arguments `(hidden, chosen experts, weights)` of the experts.
+    """
     all_experts: list[Any] = [block.experts for block in model.modules() if hasattr(block, "experts")]
 
     def hook(layer: int, router: Any, experts: Any, args: tuple[Tensor, ...]) -> Any:
@@ -363,7 +379,10 @@ def watched_experts(model: nn.Module, watch: Callable[..., Any]) -> Iterator[Non
 
 
 def forced_routes(batch: DataProto) -> Callable[..., Any]:
-    """Sends tokens where the batch says, in place of their routers' choice, weighed as the model weighs."""
+    """Return a watcher for `watched_experts` that sends tokens to the experts prescribed by the batch.
+
+    The weights of the prescribed experts are computed from the router's scores, as the model computes weights.
+    """
     mask = batch.batch["attention_mask"].bool().flatten()
     together = torch.from_numpy(np.concatenate(list(batch.non_tensor_batch[ROUTED_EXPERTS])))
     is_known = (together[:, 0, 0] != torch.iinfo(together.dtype).max)[:, None]
@@ -383,7 +402,7 @@ def forced_routes(batch: DataProto) -> Callable[..., Any]:
 
 @torch.no_grad()
 def own_routes(model: PreTrainedModel, batch: DataProto) -> list[np.ndarray]:
-    """Where a batch's tokens go by themselves, by sample."""
+    """Return the experts that the model's own routers choose for a batch: `[T, layers, top_k]` for each sample."""
     seen: list[Tensor] = []
     with watched_experts(model, lambda layer, router, hidden, chosen, weights: seen.append(chosen)):
         _reference_forward(model, batch)
@@ -393,7 +412,10 @@ def own_routes(model: PreTrainedModel, batch: DataProto) -> list[np.ndarray]:
 
 
 def run_reference(trial: Trial, perturb: float = 0.0) -> Outcome:
-    """One process, padded, by Hugging Face and torch alone; `perturb` moves the weights: a control that must fail."""
+    """Run the reference side: one process and padded batches, with Hugging Face and torch alone.
+
+    `perturb` moves the weights randomly by that much, for a control that must differ.
+    """
     sight = sight_of(trial.model)
     auto_class = AutoModelForCausalLM if sight is None else AutoModelForImageTextToText
     model = auto_class.from_pretrained(
@@ -444,7 +466,7 @@ def run_reference(trial: Trial, perturb: float = 0.0) -> Outcome:
 
 
 def sight_of(model: ModelConfig) -> Sight | None:
-    """How the model of a folder takes images, if it does."""
+    """Return how the model in a folder takes images, or None if it takes none."""
     return find_sight(load_model_config(model.path or "", trust_remote_code=model.trust_remote_code), model)
 
 
@@ -467,8 +489,8 @@ def _reference_forward(model: nn.Module, batch: DataProto, sight: Sight | None =
 
 
 def run_engine(trial: Trial, device: str = "cpu") -> Outcome:
-    """The engine's side, on this rank of the current process group. Gradients, weights and moments are whole."""
-    torch.backends.cudnn.allow_tf32 = False  # by which convolutions of images would round float32 to ten bits
+    """Run the engine's side on this rank of the current process group; gradients, weights and moments are unsharded."""
+    torch.backends.cudnn.allow_tf32 = False  # TF32 would round float32 to ten bits in convolutions of images
     engine = engine_class(trial.engine)(
         trial.model,
         trial.engine,
@@ -488,7 +510,7 @@ def run_engine(trial: Trial, device: str = "cpu") -> Outcome:
         mine.meta_info = {
             "temperature": TEMPERATURE,
             "use_dynamic_bsz": True,
-            # The longest sample, with images, fits.
+            # At least as many tokens as the longest sample, images included.
             "max_token_len": max(trial.tokens_per_micro_batch, int(batch.batch["attention_mask"].sum(1).max())),
             "calculate_entropy": True,
         }
@@ -546,7 +568,10 @@ def _whole(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
 
 
 def differences(found: list[Outcome], expected: Outcome) -> dict[str, float]:
-    """The largest relative difference of each thing compared, over all ranks."""
+    """Return the largest relative difference over all ranks, by quantity.
+
+    The entry `routes` is the largest share of a sample's routes that differ.
+    """
     result = dict.fromkeys(("log-probs", "loss", "norm", "gradients", "weights", "moments"), 0.0)
     if expected.routes:
         result["routes"] = 0.0
@@ -580,7 +605,7 @@ def differences(found: list[Outcome], expected: Outcome) -> dict[str, float]:
 
 
 def relative_difference(got: Tensor, want: Tensor) -> float:
-    """The largest difference, relative to the largest value."""
+    """Return the largest absolute difference divided by the largest absolute value; infinite if shapes differ."""
     if got.shape != want.shape:
         return float("inf")
     scale = float(want.abs().max()) if want.numel() else 0.0
@@ -589,14 +614,14 @@ def relative_difference(got: Tensor, want: Tensor) -> float:
 
 
 class VerificationWorker(Worker):
-    """One rank of the engine's side."""
+    """A worker that runs one rank of the engine's side."""
 
     def __init__(self, trial: Trial, device: str):
         self.trial, self.device = trial, device
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def run(self) -> Outcome:
-        """This rank's outcome."""
+        """Join the process group, run the trial and return this rank's outcome."""
         device = prepare_device(self.device, self.local_rank)
         init_process_group(device, timeout_seconds=300.0)
         return run_engine(self.trial, str(device))

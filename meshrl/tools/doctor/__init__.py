@@ -1,1 +1,4 @@
-"""`meshrl doctor`: is this machine, and the cluster around it, fit for a run? Each check answers with findings."""
+"""`meshrl doctor`: check whether this machine, and the cluster around it, is fit for a run.
+
+Each check returns findings.
+"""

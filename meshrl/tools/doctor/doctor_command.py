@@ -1,4 +1,4 @@
-"""`meshrl doctor`: its options, and all checks in one go."""
+"""`meshrl doctor`: the options of the command, and one function that runs all its checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def add_doctor_options(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the options of `meshrl doctor` to an argument parser."""
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument(
         "--measure", metavar="FILE", help="also time this machine's device and write it as hardware for `meshrl plan`"
@@ -27,7 +27,10 @@ def add_doctor_options(parser: argparse.ArgumentParser) -> None:
 
 
 def examine(arguments: argparse.Namespace) -> list[Finding]:
-    """Every check, the slow ones side by side: the link run's processes start first."""
+    """Run every check and return the findings.
+
+    The link run's processes start first, so that they work in the background while the machine checks run.
+    """
     from meshrl.tools.doctor import machine, network
     from meshrl.tools.doctor.network import check_cluster
 
@@ -61,7 +64,7 @@ def _of_machine(arguments: argparse.Namespace) -> list[Finding]:
 
 
 def doctor(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
-    """Run the command; the exit code is 1 if anything failed."""
+    """Run `meshrl doctor`: print the findings and return the exit code, which is 1 if any check failed."""
     from meshrl.tools.doctor.machine import as_json, as_lines, worst
 
     if arguments.measure and not Path(arguments.measure).resolve().parent.is_dir():

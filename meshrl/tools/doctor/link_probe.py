@@ -1,6 +1,6 @@
 """One rank of the short run that measures links: `python -m meshrl.tools.doctor.link_probe RANK RANKS STORE BACKEND`.
 
-Rank 0 talks to each other rank in turn and prints what it found as one line of JSON.
+Rank 0 exchanges messages with every other rank in turn and prints the measurements as one line of JSON.
 """
 
 import datetime
@@ -16,12 +16,12 @@ SECONDS = 20
 
 
 def main(rank: int, ranks: int, store: str, backend: str) -> None:
-    """Join the others and measure."""
+    """Join the process group of `ranks` ranks, then measure (rank 0) or echo messages (every other rank)."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    if backend == "auto":  # NCCL where every rank can have a GPU of its own
+    if backend == "auto":  # NCCL if there is a GPU for every rank
         has_gpus = torch.cuda.device_count() >= ranks and dist.is_nccl_available()
         backend = "nccl" if has_gpus else "gloo"
     device = torch.device("cpu")
@@ -37,7 +37,7 @@ def main(rank: int, ranks: int, store: str, backend: str) -> None:
     )
     token = torch.zeros(2, dtype=torch.float64, device=device)
     block = torch.zeros(MESSAGE_BYTES // 4, device=device)
-    dist.all_reduce(block)  # connects everybody before anything is timed
+    dist.all_reduce(block)  # sets up all connections before anything is timed
     pairs = [with_peer(peer, token, block) for peer in range(1, ranks)] if rank == 0 else []
     if rank != 0:
         answer(token, block)
@@ -48,7 +48,10 @@ def main(rank: int, ranks: int, store: str, backend: str) -> None:
 
 
 def with_peer(peer: int, token: Any, block: Any) -> dict[str, float]:
-    """Latency and bandwidth to a rank, and how far its clock is ahead of ours."""
+    """Measure latency (microseconds), bandwidth (10^9 bytes a second) and clock offset (seconds) to rank `peer`.
+
+    A positive clock offset means that the peer's clock is ahead of this rank's clock.
+    """
     import torch.distributed as dist
 
     trips, offsets = [], []
@@ -56,7 +59,7 @@ def with_peer(peer: int, token: Any, block: Any) -> dict[str, float]:
         before, wall = time.perf_counter(), time.time()
         dist.send(token, peer)
         dist.recv(token, peer)
-        theirs = float(token[0])  # on a GPU this also waits for the message
+        theirs = float(token[0])  # reading a GPU tensor also waits for the message
         trip = time.perf_counter() - before
         trips.append(trip)
         offsets.append((trip, theirs - (wall + trip / 2)))
@@ -73,14 +76,14 @@ def with_peer(peer: int, token: Any, block: Any) -> dict[str, float]:
         "peer": peer,
         "latency_us": half * 1e6,
         "gbs": MESSAGE_BYTES / took / 1e9,
-        # The quickest round trip bounds the error the best: by half its time.
+        # The quickest round trip gives the tightest bound on the clock error: half its time.
         "clock_offset_s": min(offsets)[1],
         "clock_error_s": min(offsets)[0] / 2,
     }
 
 
 def answer(token: Any, block: Any) -> None:
-    """The other side of `with_peer`."""
+    """Echo the messages of `with_peer` from any rank but 0, and reply to each ping with this rank's clock."""
     import torch.distributed as dist
 
     for _ in range(PINGS):

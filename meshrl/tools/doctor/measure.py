@@ -1,4 +1,4 @@
-"""What this machine's device really does, as an entry of the hardware file that `meshrl plan --hardware` reads."""
+"""Measured rates of this machine's device, written as an entry of the file for `meshrl plan --hardware`."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -20,14 +20,14 @@ MINIMUM_SECONDS = 0.3
 
 @dataclass(frozen=True)
 class Entry:
-    """A device's numbers in the units of the file, with a remark on each that was not measured."""
+    """One device's rates in the units of the hardware file, with a remark on each rate that needs a caveat."""
 
     name: str
     numbers: Mapping[str, float]
     remarks: Mapping[str, str]
 
     def to_yaml(self) -> str:
-        """The entry as text: one mapping under the device's name."""
+        """Return the entry as YAML text: one mapping under the device's name."""
         lines = [f"{self.name}:"]
         for key, value in self.numbers.items():
             remark = f"  # {self.remarks[key]}" if key in self.remarks else ""
@@ -36,7 +36,7 @@ class Entry:
 
 
 def measure(findings: Iterable[Finding]) -> Entry:
-    """Time the device; its links are those that the doctor's own checks have found."""
+    """Time this machine's device and return its entry. Link rates are taken from the doctor's findings."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -58,7 +58,7 @@ def measure(findings: Iterable[Finding]) -> Entry:
 
 
 def write_entry(entry: Entry, file: str | Path) -> None:
-    """Write the file; what other devices it holds stays."""
+    """Write the entry to a hardware file, and keep the entries of other devices in that file."""
     import yaml
 
     path = Path(file)
@@ -75,7 +75,7 @@ def write_entry(entry: Entry, file: str | Path) -> None:
 
 
 def matmul_tflops(device: "torch.device", dtype: str, size: int) -> float:
-    """Square matrix products a second, in 10^12 operations; float32 without TF32."""
+    """Return the rate of a square matmul in 10^12 operations a second. Float32 runs without TF32 (torch's default)."""
     import torch
 
     left = torch.randn(size, size, device=device).to(getattr(torch, dtype))
@@ -84,7 +84,7 @@ def matmul_tflops(device: "torch.device", dtype: str, size: int) -> float:
 
 
 def copy_gbs(device: "torch.device", size: int) -> float:
-    """Bytes read and written a second by a copy within the device's memory."""
+    """Return the rate of a copy within the device's memory, in 10^9 bytes a second, read and written bytes added."""
     import torch
 
     source = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -93,7 +93,7 @@ def copy_gbs(device: "torch.device", size: int) -> float:
 
 
 def host_copy_gbs(size: int = 2**28) -> float:
-    """Bytes a second from pinned host memory to the GPU."""
+    """Return the rate of a copy from pinned host memory to the GPU, in 10^9 bytes a second."""
     import torch
 
     source = torch.zeros(size, dtype=torch.uint8).pin_memory()
@@ -102,7 +102,11 @@ def host_copy_gbs(size: int = 2**28) -> float:
 
 
 def seconds_of(work: Callable[[], object], device: "torch.device") -> float:
-    """Seconds of one call: the best of several rounds, each long enough for the clock."""
+    """Return the seconds of one call of `work`: the best of three rounds.
+
+    Each round makes enough calls to take about 0.1 seconds, so that the clock's resolution does not matter. A call of
+    more than `MINIMUM_SECONDS` is timed only once.
+    """
     import torch
 
     def finished() -> float:
@@ -114,7 +118,7 @@ def seconds_of(work: Callable[[], object], device: "torch.device") -> float:
     before = finished()
     work()
     once = finished() - before
-    if once > MINIMUM_SECONDS:  # a CPU without bfloat16 takes seconds for one product: more rounds tell nothing new
+    if once > MINIMUM_SECONDS:  # more rounds add nothing: a CPU without bfloat16 needs seconds for a matmul
         return once
     calls = max(1, int(MINIMUM_SECONDS / 3 / max(once, 1e-7)))
     best = float("inf")
@@ -127,7 +131,10 @@ def seconds_of(work: Callable[[], object], device: "torch.device") -> float:
 
 
 def _links(findings: Iterable[Finding], host_gbs: float) -> tuple[dict[str, float], dict[str, str]]:
-    """Link numbers of the findings; where there is no second GPU or host, the nearest known one and a remark."""
+    """Return link rates and remarks, by key of the hardware file, taken from the findings.
+
+    Without a second GPU or host, the nearest known rate is used and a remark is added.
+    """
     by_check = {finding.check: finding for finding in findings if "gbs" in finding.numbers}
     numbers: dict[str, float] = {}
     remarks: dict[str, str] = {}
@@ -150,6 +157,9 @@ def _links(findings: Iterable[Finding], host_gbs: float) -> tuple[dict[str, floa
 
 
 def _short_name(name: str) -> str:
-    """`NVIDIA H200` is H200, as in the table of `meshrl plan`; `NVIDIA H100 80GB HBM3` is H100."""
+    """Shorten a device name as in the table of `meshrl plan`.
+
+    `NVIDIA H200` becomes `H200`, and `NVIDIA H100 80GB HBM3` becomes `H100`.
+    """
     words = [word for word in name.split() if word.upper() not in ("NVIDIA", "AMD", "TESLA")]
     return words[0].split("-")[0] if words else "GPU"

@@ -1,4 +1,8 @@
-"""Links between ranks of this machine, and their clocks, by a short run of real processes."""
+"""Measurements of links and clocks.
+
+Parts: `LinkRun` measures between ranks of this machine with real processes. `check_cluster` examines a Ray cluster: its
+nodes, their software, and the links and clocks between hosts.
+"""
 
 import json
 import os
@@ -19,14 +23,15 @@ from meshrl.controller.in_process import loopback_environment
 from meshrl.tools.doctor.machine import Finding, judged
 
 SECONDS = 60
-# Beyond these a step's collectives take visibly long: (warn, fail) in 10^9 bytes a second, a warning in microseconds.
+# Bounds beyond which a step's collectives become visibly slow.
+# Bandwidth: (warn, fail) in 10^9 bytes a second. Latency: warn, in microseconds. Clocks: (warn, fail) in seconds.
 LINK_BANDWIDTH = {"gloo": (0.2, 0.01), "nccl": (5.0, 0.1)}
 LATENCY_US = {"gloo": 5000.0, "nccl": 500.0}
 CLOCK_SECONDS = (0.05, 2.0)
 
 
 class LinkRun:
-    """The processes of the run, started at once so that other checks can go on meanwhile."""
+    """The processes of a link measurement, started at construction so that other checks can run at the same time."""
 
     def __init__(self, ranks: int = 2, backend: str = "auto", environment: Mapping[str, str] | None = None):
         self.ranks = ranks
@@ -58,7 +63,7 @@ class LinkRun:
         self._folder.cleanup()
 
     def result(self, seconds: float = SECONDS) -> dict[str, Any] | str:
-        """What rank 0 measured, or a sentence that says why there is nothing."""
+        """Wait for the ranks and return rank 0's measurements, or a sentence with the reason why there are none."""
         deadline = time.monotonic() + seconds
         said = ""
         for rank, process in enumerate(self._processes):
@@ -74,7 +79,7 @@ class LinkRun:
 
 
 def judge_links(measured: Mapping[str, Any] | str, host: str = "local") -> list[Finding]:
-    """Findings on the links and clocks that a run measured (or on why it did not)."""
+    """Turn the measurements of a link run, or its error text, into findings on links and clocks."""
     if isinstance(measured, str):
         advice = (
             "processes of this machine cannot form a group: look at firewalls, at GLOO_SOCKET_IFNAME and "
@@ -104,7 +109,7 @@ def judge_links(measured: Mapping[str, Any] | str, host: str = "local") -> list[
 
 
 def judge_clocks(pairs: list[Mapping[str, float]], host: str = "local") -> Finding:
-    """How far apart the clocks are, as far as the round trips can tell."""
+    """Return a finding on the largest clock offset, as far as the round-trip times allow to determine it."""
     offset = max((abs(pair["clock_offset_s"]) for pair in pairs), default=0.0)
     error = max((pair["clock_error_s"] for pair in pairs), default=0.0)
     status = judged(max(0.0, offset - error), *CLOCK_SECONDS, low_is_bad=False)
@@ -117,7 +122,7 @@ def judge_clocks(pairs: list[Mapping[str, float]], host: str = "local") -> Findi
     return Finding("clock skew", status, found, advice, {"offset_s": offset, "error_s": error})
 
 
-# A Ray cluster: its nodes, whether they run the same software, the links and clocks between hosts.
+# ---- Ray cluster: nodes, software, links and clocks between hosts
 
 PINGS, BLOCKS, BLOCK_BYTES = 20, 64, 2**20
 HOST_BANDWIDTH = (0.1, 0.005)
@@ -125,10 +130,10 @@ SAME_EVERYWHERE = ("torch", "ray", "meshrl")
 
 
 class Witness:
-    """Runs on one node (as an actor) and says what it sees there."""
+    """A Ray actor that runs on one node and reports the node's software, clock and links."""
 
     def about(self) -> dict[str, Any]:
-        """Host, versions and GPUs of the node."""
+        """Return the node's host name, process id and software versions."""
         versions: dict[str, str] = {"python": platform.python_version()}
         for name in SAME_EVERYWHERE:
             try:
@@ -138,18 +143,18 @@ class Witness:
         return {"host": socket.gethostname(), "versions": versions, "pid": os.getpid()}
 
     def clock(self) -> float:
-        """This node's time."""
+        """Return the node's wall-clock time in seconds since the epoch."""
         return time.time()
 
     def listen(self, address: str) -> int:
-        """Serve one link measurement on a free port, in a thread."""
+        """Serve one link measurement from a background thread, and return the port."""
         server = socket.create_server((address, 0))
         server.settimeout(SECONDS)
         threading.Thread(target=_serve, args=(server,), daemon=True).start()
         return int(server.getsockname()[1])
 
     def link_to(self, address: str, port: int) -> dict[str, float]:
-        """Latency and bandwidth of one stream to a listening node."""
+        """Measure one TCP stream to a listening node: latency in microseconds, bandwidth in 10^9 bytes a second."""
         with socket.create_connection((address, port), timeout=SECONDS) as link:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             trips = []
@@ -167,7 +172,7 @@ class Witness:
 
 
 def _serve(server: socket.socket) -> None:
-    """The other side of `link_to`."""
+    """Serve one measurement of `Witness.link_to`: echo the pings, then receive all blocks and confirm."""
     with server, server.accept()[0] as link:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for _ in range(PINGS):
@@ -179,7 +184,7 @@ def _serve(server: socket.socket) -> None:
 
 
 def check_cluster(address: str | None) -> list[Finding]:
-    """Findings on the cluster at `address` (Ray's `auto` included), or on none being asked for."""
+    """Return findings on the Ray cluster at `address` (`auto` is allowed); without an address, an `ok` finding."""
     if not address:
         found = "no cluster asked for (--address, RAY_ADDRESS): runs use processes of this machine"
         return [Finding("ray", "ok", found)]
@@ -245,12 +250,12 @@ def _judge_nodes(nodes: Sequence[dict[str, Any]]) -> Finding:
 
 
 def judge_software(about: Sequence[dict[str, Any]]) -> Finding:
-    """Whether all nodes and this process run the same Python, torch, Ray and meshrl."""
+    """Check that all nodes run the same Python, torch, Ray and meshrl as this process."""
     own = Witness().about()["versions"]
     for seen in about:
         for name, version in own.items():
             there = seen["versions"].get(name, "missing")
-            # Ray pickles between minor versions of Python fail; patch levels do not matter.
+            # Pickles that Ray exchanges between minor versions of Python fail. Patch levels do not matter.
             if there != version and (name != "python" or there.split(".")[:2] != version.split(".")[:2]):
                 found = f"{seen['host']} has {name} {there}, this process {version}"
                 return Finding("ray software", "fail", found, "install the same environment on every node")
@@ -259,7 +264,7 @@ def judge_software(about: Sequence[dict[str, Any]]) -> Finding:
 
 
 def _clock_of(witness: Any) -> dict[str, float]:
-    """A node's clock against ours, by its quickest answer."""
+    """Return a node's clock offset against this process, from the quickest of ten calls."""
     import ray
 
     best = {"clock_offset_s": 0.0, "clock_error_s": float("inf")}
@@ -273,7 +278,7 @@ def _clock_of(witness: Any) -> dict[str, float]:
 
 
 def measure_pairs(witnesses: Sequence[Any], addresses: Sequence[str]) -> list[dict[str, float]]:
-    """The links from the first node to every other one."""
+    """Measure the links from the first node to every other node."""
     import ray
 
     found = []
@@ -284,7 +289,10 @@ def measure_pairs(witnesses: Sequence[Any], addresses: Sequence[str]) -> list[di
 
 
 def judge_hosts(links: Sequence[dict[str, float]], hosts: Sequence[str]) -> Finding:
-    """The slowest link between hosts; one stream of TCP, which is less than what NCCL gets from several."""
+    """Return a finding on the slowest link between hosts.
+
+    The rate is of one TCP stream; NCCL uses several and gets more.
+    """
     if not links:
         return Finding("hosts", "ok", f"one node ({hosts[0]}): no links between hosts")
     slowest = min(range(len(links)), key=lambda index: links[index]["gbs"])

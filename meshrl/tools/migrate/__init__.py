@@ -1,1 +1,1 @@
-"""`meshrl migrate`: scripts and configs of verl as commands for this package."""
+"""`meshrl migrate`: translate scripts and configs of verl into commands of this package."""

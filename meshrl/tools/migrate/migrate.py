@@ -1,8 +1,8 @@
-"""`meshrl migrate`: a script or config of verl becomes a command for this package, with a line for all that changes.
+"""`meshrl migrate`: translate a script or config of verl into a command of this package, with a line for every change.
 
-    script ── read, not run ──► words ── rules that need several keys ──► key by key ──► our words ──► checked
+    script ── read, not run ──► words ── rules over several keys ──► key by key ──► our words ──► checked
 
-What is read key by key is in `verl_names`, as for every command; here is what only a whole command shows.
+`verl_names` translates single keys, as for every command. This file has the rules that need the whole command.
 """
 
 import json
@@ -28,7 +28,7 @@ TURNS, ASYNC = f"{ROLLOUT}.multi_turn", "async_training"
 
 @dataclass(frozen=True)
 class Program:
-    """One of verl's programs: the command that does its work here, its config, and defaults that differ from ours."""
+    """One of verl's programs: the matching command of this package, verl's config, and verl's differing defaults."""
 
     command: str
     config: str
@@ -61,7 +61,7 @@ PROGRAMS = {
     "verl.experimental.one_step_off_policy.main_ppo": Program("train", "one_step_off_ppo_trainer", APART),
 }
 PROGRAMS["verl.trainer.sft_trainer_ray"] = PROGRAMS["verl.trainer.sft_trainer"]
-# Keys of verl's fully asynchronous trainer that together say how long the run is; the defaults of its config.
+# Keys of verl's fully asynchronous trainer whose product is the batch size here, with the defaults of verl's config.
 STEPS = {
     f"{ACTOR}.ppo_mini_batch_size": 256,
     f"{ASYNC}.require_batches": 1,
@@ -72,10 +72,10 @@ OFF_POLICY = {f"{ASYNC}.staleness_threshold": 0.1, f"{ASYNC}.use_rollout_log_pro
 
 @dataclass
 class Migration:
-    """A command for this package, and what became of the words of verl's."""
+    """A command of this package, with records of all changes, losses and problems of its translation."""
 
     command: str
-    settings: dict[str, Any] = field(default_factory=dict)  # verl's, by its names; at the end ours by ours
+    settings: dict[str, Any] = field(default_factory=dict)  # by verl's names; after `_translate` by ours
     changes: list[str] = field(default_factory=list)
     losses: list[str] = field(default_factory=list)
     to_do: list[str] = field(default_factory=list)
@@ -84,26 +84,26 @@ class Migration:
 
     @property
     def loads(self) -> bool:
-        """Whether nothing was lost and the command is not refused."""
+        """True if nothing was lost and the config's checks accept the command."""
         return not self.losses and not self.problems
 
     @property
     def words(self) -> list[str]:
-        """The overrides."""
+        """The settings of the command as `key=value` overrides."""
         return [f"{name}={as_word(value)}" for name, value in self.settings.items()]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A value by verl's name of it."""
+        """Return the value of a key by verl's name, or a default."""
         return self.settings.get(name, default)
 
     def put(self, name: str, value: Any, why: str) -> None:
-        """Set a key of ours, and say why."""
+        """Set a key, and record the reason as a change if the value is new."""
         if self.settings.get(name) != value:
             self.settings[name] = value
             self.changes.append(f"{name}={as_word(value)}: {why}")
 
     def drop(self, name: str, why: str) -> Any:
-        """Take a key out, and say why; returns its value."""
+        """Remove a key, record the reason as a change if there was a value, and return the value."""
         value = self.settings.pop(name, None)
         if value is not None:
             self.changes.append(f"{name}={as_word(value)} is left out: {why}")
@@ -112,13 +112,13 @@ class Migration:
 
 @dataclass(frozen=True)
 class Written:
-    """A value that stays as the script writes it."""
+    """A value that is kept exactly as the script writes it, such as an unexpanded shell variable."""
 
     text: str
 
 
 def as_word(value: Any) -> str:
-    """A value as an override has it."""
+    """Return a value as the text of an override."""
     if isinstance(value, Written):
         return value.text
     if isinstance(value, bool | None):
@@ -129,7 +129,7 @@ def as_word(value: Any) -> str:
 def migrate_file(
     path: Path, variables: Mapping[str, str], overrides: Sequence[str], arguments: list[str] | None
 ) -> tuple[list[Migration], list[str]]:
-    """The migrations of all commands of a script, or of a config file; and remarks on what could not be read."""
+    """Migrate all training commands of a script, or a config file; also return remarks on unreadable parts."""
     if path.suffix in (".yaml", ".yml"):
         return [migrate_config(path, overrides)], []
     commands, remarks = read_script(path.read_text(encoding="utf-8"), variables, arguments)
@@ -144,7 +144,7 @@ def migrate_file(
 
 
 def migrate_config(path: Path, overrides: Sequence[str]) -> Migration:
-    """The migration of a YAML config of verl."""
+    """Migrate a YAML config of verl; the program is guessed from the config's keys."""
     text = path.read_text(encoding="utf-8")
     is_sft = not re.search(r"^(actor_rollout_ref|algorithm|critic):|ppo_\w*trainer", text, flags=re.MULTILINE)
     name = "sft_trainer" if is_sft else "ppo_trainer"
@@ -156,7 +156,7 @@ def migrate_config(path: Path, overrides: Sequence[str]) -> Migration:
 
 
 def training_command(call: Sequence[str]) -> tuple[str, dict[str, str], list[str]] | None:
-    """(program, options of its launcher, words) of a command line that starts one of verl's programs."""
+    """Return (program, options of its launcher, arguments) if a command line starts one of verl's programs."""
     for at, word in enumerate(call):
         dotted = word.removesuffix(".py").replace("/", ".").strip(".") if word.endswith(".py") else word
         program = next((name for name in PROGRAMS if dotted == name or f".{dotted}".endswith(f".{name}")), None)
@@ -169,7 +169,7 @@ def training_command(call: Sequence[str]) -> tuple[str, dict[str, str], list[str
 def migrate(
     program: str, launcher: Mapping[str, str], words: Sequence[str], folder: Path = Path(), base: str | None = None
 ) -> Migration:
-    """One command of verl as one of ours; configs that it names are looked for from `folder` upwards."""
+    """Migrate one command of verl. Configs that the command names are searched from `folder` upwards."""
     known = PROGRAMS[program]
     migration = Migration(known.command)
     options, overrides = _hydra_options(words)
@@ -192,12 +192,12 @@ def migrate(
 
 
 def _reads_messages(migration: Migration, name: str) -> bool:
-    """Whether a default of prompts does not matter, for whole conversations are read."""
+    """Return whether a default is a prompt key that has no effect, because whole conversations are read."""
     return name in PROMPTS and migration.get("data.multiturn.enable") in (True, "true", "True")
 
 
 def _hydra_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Hydra's own options, and the overrides."""
+    """Split the arguments of a command into Hydra's own options and overrides."""
     options: dict[str, str] = {}
     overrides: list[str] = []
     waiting = None
@@ -218,7 +218,7 @@ def _hydra_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _read_config(migration: Migration, options: Mapping[str, str], base: str, folder: Path) -> None:
-    """Take over what the config says that the command names."""
+    """Add the settings of the config that the command names."""
     name = options.get("--config-name", base)
     path = options.get("--config-path", options.get("--config-dir", ""))
     short = name.removesuffix(".yaml")
@@ -236,11 +236,11 @@ def _read_config(migration: Migration, options: Mapping[str, str], base: str, fo
 
 
 def _resolve(migration: Migration) -> None:
-    """Fill in OmegaConf's `${other.key}`; a value that follows a key which is not set is left out."""
+    """Replace OmegaConf's `${other.key}` by the other key's value; drop a value that follows an unset key."""
     for name, value in list(migration.settings.items()):
         if not isinstance(value, str) or "${" not in value:
             continue
-        for _ in range(4):  # values may follow values
+        for _ in range(4):  # a referenced value may refer to another key
             value = re.sub(r"\$\{([\w.]+)\}", lambda m: as_word(migration.settings.get(m[1], m[0])), value)
         if "${" in value:
             migration.drop(name, "it follows a key that is not set")
@@ -259,7 +259,7 @@ def _config_file(name: str, path: str, folder: Path) -> Path | None:
 
 
 def _take(migration: Migration, word: str) -> None:
-    """Take one override over as verl understands it: a later one wins."""
+    """Apply one override with verl's meaning: a later override wins."""
     if word.startswith("~"):
         name = word[1:].partition("=")[0]
         gone = [key for key in migration.settings if f"{key}.".startswith(f"{name}.")]
@@ -285,7 +285,7 @@ def _take(migration: Migration, word: str) -> None:
 
 
 class Number(float):
-    """A number that is printed as it was written."""
+    """A float that is printed as it was written."""
 
     text: str
 
@@ -299,7 +299,7 @@ class Number(float):
 
 
 def _place(migration: Migration, launcher: Mapping[str, str]) -> None:
-    """How many processes, as torchrun is told, and how they are started."""
+    """Set the number of processes from torchrun's options, and Ray as the backend for several machines."""
     for option, name in (("nproc_per_node", "trainer.n_gpus_per_node"), ("nnodes", "trainer.nnodes")):
         text = launcher.get(option)
         if (text is not None and text != "1") or (text and option == "nproc_per_node"):
@@ -310,11 +310,11 @@ def _place(migration: Migration, launcher: Mapping[str, str]) -> None:
         migration.put("trainer.backend", "ray", "several machines are reached by Ray")
 
 
-# ---- what follows from several keys
+# ---- rules that need several keys
 
 
 def _least_rate(migration: Migration) -> None:
-    """A least learning rate is a share of the peak here."""
+    """Replace a minimum learning rate by its ratio to the peak rate, as this package expects it."""
     for optim in ("optim", f"{ACTOR}.optim", "critic.optim"):
         least, peak = (migration.get(f"{optim}.{name}") for name in ("min_lr", "lr"))
         if isinstance(least, int | float) and isinstance(peak, int | float) and least and peak:
@@ -323,7 +323,7 @@ def _least_rate(migration: Migration) -> None:
 
 
 def _megatron_names(migration: Migration) -> None:
-    """With engine=megatron the section's keys are Megatron's, also those that FSDP has under the same name."""
+    """With engine=megatron, move keys of section `engine` to `engine.megatron`, also keys that FSDP shares."""
     if migration.get("engine") != "megatron":
         return
     for name in ("param_offload", "optimizer_offload", "grad_offload", "context_parallel_size", "dtype"):
@@ -333,7 +333,7 @@ def _megatron_names(migration: Migration) -> None:
 
 
 def _sequence_loss(migration: Migration) -> None:
-    """verl's losses of whole sequences are means over sequences, whatever loss_agg_mode is."""
+    """Set the loss aggregation that verl uses for sequence losses: a mean over sequences, whatever loss_agg_mode is."""
     loss = migration.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
     name = f"{ACTOR}.loss_agg_mode"
     if loss in SEQUENCE_LOSSES and migration.get(name, "token-mean") == "token-mean":
@@ -341,7 +341,7 @@ def _sequence_loss(migration: Migration) -> None:
 
 
 def _converted_weights(migration: Migration) -> None:
-    """Weights of Megatron's checkpoints are converted before the run."""
+    """Replace Megatron checkpoints by Hugging Face folders, and add the commands that convert them."""
     roles = {ACTOR: MODEL, REF: f"{REF}.model", "critic": "critic.model", "reward_model": "reward_model.model"}
     folders: dict[str, Any] = {}
     for role, model in roles.items():
@@ -363,7 +363,10 @@ def _converted_weights(migration: Migration) -> None:
 
 
 def _server(migration: Migration) -> None:
-    """Ranks that are one rollout cannot hear of turns at the same time, unless a server speaks for them."""
+    """Use one vLLM server for a tensor-parallel rollout with tool turns or with stale samples.
+
+    The ranks of one rollout cannot receive turns at the same time, unless one server represents all ranks.
+    """
     cut = migration.get(f"{ROLLOUT}.tensor_model_parallel_size", 1)
     ahead = migration.get(f"{ASYNC}.staleness_threshold") or migration.get(f"{ASYNC}.max_staleness")
     is_cut = migration.get(f"{ROLLOUT}.name") == "vllm" and isinstance(cut, int) and cut > 1
@@ -372,21 +375,21 @@ def _server(migration: Migration) -> None:
 
 
 def _spread_experts(migration: Migration) -> None:
-    """vLLM spreads experts over the ranks that cut the rest of the model."""
+    """Set vLLM's tensor parallelism to its expert parallelism, because vLLM spreads experts over the same ranks."""
     spread, cut = migration.get(f"{ROLLOUT}.expert_parallel_size", 1), f"{ROLLOUT}.tensor_model_parallel_size"
     if migration.get(f"{ROLLOUT}.name") == "vllm" and isinstance(spread, int) and spread > 1:
         migration.put(cut, spread, f"vLLM spreads experts over as many ranks ({spread}) as cut the rest")
 
 
 def _validation(migration: Migration) -> None:
-    """verl's agent loop samples in validation at val_kwargs.temperature, whatever do_sample says."""
+    """Enable sampling in validation if val_kwargs.temperature is positive: verl's agent loop ignores do_sample."""
     temperature, name = migration.get(f"{ROLLOUT}.val_kwargs.temperature"), f"{ROLLOUT}.val_kwargs.do_sample"
     if isinstance(temperature, int | float) and temperature > 0:
         migration.put(name, True, f"verl validates at val_kwargs.temperature={temperature} whatever do_sample says")
 
 
 def _no_adapters(migration: Migration) -> None:
-    """Settings of an adapter of rank 0."""
+    """Drop the settings of adapters whose rank is 0."""
     for model in (MODEL, "critic.model", "model"):
         ranks = [migration.get(f"{model}.{name}") for name in ("lora_rank", "lora.rank")]
         if any(rank not in (None, 0) for rank in ranks) or migration.get(f"{model}.lora_adapter_path"):
@@ -401,7 +404,7 @@ def _below(migration: Migration, prefix: str) -> list[str]:
 
 
 def _checkpoints(migration: Migration) -> None:
-    """What is saved must be enough to go on; a folder to resume from is read only if it is asked for."""
+    """Add the model to checkpoints, which must suffice to continue; drop a resume folder that verl does not read."""
     for role in (ACTOR, "critic"):
         name = f"{role}.checkpoint.save_contents"
         contents = migration.get(name)
@@ -412,14 +415,14 @@ def _checkpoints(migration: Migration) -> None:
 
 
 def _profiler(migration: Migration) -> None:
-    """A profiler that is told no steps profiles nothing there either."""
+    """Drop the profiler's settings if no steps are set, because verl then profiles nothing."""
     if not migration.get("global_profiler.steps") and not migration.get("trainer.profile_steps"):
         for name in _below(migration, "global_profiler."):
             migration.drop(name, "without steps verl profiles nothing either")
 
 
 def _reward(migration: Migration) -> None:
-    """verl chooses a reward function by the data's source; here one is named."""
+    """Add a note to choose a reward function: verl chooses it by the data's source, this package by name."""
     names = ("custom_reward_function.path", "reward.custom_reward_function.path", "reward.name")
     if not any(migration.get(name) for name in names) and migration.get("reward_model.enable") is not True:
         migration.to_do.append(
@@ -429,7 +432,7 @@ def _reward(migration: Migration) -> None:
 
 
 def _clips(migration: Migration) -> None:
-    """verl's bounds have defaults of their own, so that clip_ratio alone changes nothing there."""
+    """Set both clip bounds to verl's defaults: in verl, clip_ratio alone does not change the bounds."""
     clip = migration.get(f"{ACTOR}.clip_ratio")
     sides = [f"{ACTOR}.clip_ratio_{side}" for side in ("low", "high")]
     if clip is not None and clip != 0.2:
@@ -439,14 +442,14 @@ def _clips(migration: Migration) -> None:
 
 
 def _conversations(migration: Migration) -> None:
-    """verl reads conversations with data.multiturn.enable only."""
+    """Drop the settings of conversations unless data.multiturn.enable is on, as in verl."""
     if "data.multiturn.enable" in migration.settings and migration.get("data.multiturn.enable") not in (True, "true"):
         for name in _below(migration, "data.multiturn."):
             migration.drop(name, "data.multiturn.enable is off")
 
 
 def _critic(migration: Migration) -> None:
-    """Nobody wrote the critic's engine that a config of verl chooses for runs without a critic too."""
+    """Drop the critic's engine in runs without a critic, because verl's configs choose an engine in any case."""
     if migration.get("algorithm.adv_estimator", "gae") != "gae" and migration.get("critic.enable") is not True:
         migration.drop("critic.strategy", "there is no critic")
 
@@ -459,7 +462,10 @@ def _one_step_off(migration: Migration) -> None:
 
 
 def _fully_async(migration: Migration) -> None:
-    """Batches and steps: verl counts samples, and updates between two syncs of the weights; here a step syncs."""
+    """Translate batch sizes and step counts of verl's fully asynchronous trainer.
+
+    verl counts samples, and counts updates between two weight syncs. In this package every step syncs the weights.
+    """
     migration.put("actor_rollout_ref.hybrid_engine", False, "the rollout has devices of its own")
     for name, value in OFF_POLICY.items():
         migration.settings.setdefault(name, value)
@@ -467,7 +473,7 @@ def _fully_async(migration: Migration) -> None:
     for name in list(STEPS)[1:]:
         migration.drop(name, "it is a part of data.train_batch_size")
     migration.drop("data.gen_batch_size", "prompts are begun as devices are free")
-    migration.settings.pop("data.train_batch_size", None)  # 0 there, and set below
+    migration.settings.pop("data.train_batch_size", None)  # verl has 0 here; the value is set below
     if not all(isinstance(size, int) for size in sizes):
         migration.losses.append(f"{' * '.join(STEPS)} must be numbers to know data.train_batch_size")
         return
@@ -511,11 +517,14 @@ RULES: dict[str, tuple[Rule, ...]] = {
 }
 
 
-# ---- key by key, and the end
+# ---- translation of single keys, and the final checks
 
 
 def _translate(migration: Migration) -> None:
-    """Verl's names and values become ours; what has no meaning here is said."""
+    """Translate verl's names and values into this package's.
+
+    Keys that cannot be set here are recorded as losses. Keys that are ignored here are recorded as changes.
+    """
     given, migration.settings = migration.settings, {}
     made: list[tuple[int, str, Any]] = []
     for name, value in given.items():
@@ -527,7 +536,7 @@ def _translate(migration: Migration) -> None:
             if reading.note:
                 migration.changes.append(f"{word} is left out: {reading.note.partition(': ')[2]}")
         elif reading.agrees or reading.over_ranks or reading.needs:
-            made.append((0, name, value))  # read where all keys are known
+            made.append((0, name, value))  # read later, when all keys are known
         elif problem := _unknown(reading.name, migration.command):
             migration.losses.append(problem.replace(" (command line)", f", for {word}"))
         else:
@@ -535,14 +544,15 @@ def _translate(migration: Migration) -> None:
             if changed:
                 migration.changes.append(f"{word} is now {reading.name}={as_word(reading.value)}")
             made.append((-reading.weak, reading.name, reading.value))
-    for _, ours, value in sorted(made, key=lambda entry: entry[0]):  # what only stands in for a key comes first
+    # Weak entries come first, so that other entries for the same key override them.
+    for _, ours, value in sorted(made, key=lambda entry: entry[0]):
         migration.settings.pop(ours, None)
         migration.settings[ours] = value
 
 
 @cache
 def _unknown(name: str, command: str) -> str | None:
-    """Why a key of this name cannot be set."""
+    """Return the reason why a key of this name cannot be set, or None."""
     try:
         load_config(None, [f"{name}=null"], ROOTS[command])
     except ConfigError as error:
@@ -552,7 +562,7 @@ def _unknown(name: str, command: str) -> str | None:
 
 
 def _check(migration: Migration) -> None:
-    """What the command says of itself."""
+    """Load the migrated command, and record its problems and notes."""
     try:
         words = [word for word in migration.words if "$" not in word or _is_text(word, migration.command)]
         loaded: Loaded[Any] = load_config(None, words, ROOTS[migration.command])
@@ -565,7 +575,7 @@ def _check(migration: Migration) -> None:
 
 
 def _is_text(word: str, command: str) -> bool:
-    """Whether a value that the shell fills in may stand as it is while the rest is checked."""
+    """Return whether a value that the shell fills in may stay unexpanded for the checks."""
     try:
         load_config(None, [word], ROOTS[command])
     except ConfigError:
@@ -573,17 +583,17 @@ def _is_text(word: str, command: str) -> bool:
     return True
 
 
-# ---- as text
+# ---- rendering as text
 
 
 def script_text(migration: Migration) -> str:
-    """The command as a shell script, with a line for each change and each loss before it."""
+    """Return the command as a shell script, preceded by a comment line for each change and each loss."""
     command = " \\\n    ".join([f"meshrl {migration.command}", *map(_quoted, migration.words)])
     return "\n".join([*_comments(migration), command])
 
 
 def yaml_text(migration: Migration) -> str:
-    """The settings as a recipe."""
+    """Return the settings as a YAML recipe, preceded by the same comment lines."""
     tree: dict[str, Any] = {}
     for name, value in migration.settings.items():
         *above, last = name.split(".")
@@ -603,7 +613,7 @@ def _comments(migration: Migration) -> list[str]:
 
 
 def _quoted(word: str) -> str:
-    """A word for the shell: what it is to fill in stays open."""
+    """Quote a word for the shell. Variables in the word can still be expanded."""
     if re.fullmatch(r"[\w@%+=:,./-]+", word):
         return word
     if "$" not in word:

@@ -1,8 +1,11 @@
-"""Reading a shell script without running it: which commands it would start, with its variables filled in.
+"""A reader of shell scripts: find the commands that a script would start, without running the script.
 
-Enough of bash for scripts that set variables and start one program: assignments, arrays, `${X:-default}` and its like,
-arithmetic, tests, loops over words, functions that are only defined. A word that depends on anything else (a command's
-output, a variable that the script does not set) keeps that part as it is written, and the reader remarks on it.
+It fills in variables. It covers enough of bash for scripts that set variables and start one program: assignments,
+arrays, `${X:-default}` and similar expansions, arithmetic, tests, loops over words, and functions that are only
+defined.
+
+Some words depend on anything else, such as a command's output or a variable that the script does not set. Such a part
+of a word is kept as written, and the reader adds a remark.
 """
 
 import re
@@ -28,35 +31,35 @@ from meshrl.tools.migrate.shell_words import (
     without_redirections,
 )
 
-QUOTED_SPACE = "\2"  # inside the quotes of a default
-KEPT_SPACE = "\1"  # inside what is left as it is written
-# Variables that stay as they are: the shell that runs the printed command has its own.
+QUOTED_SPACE = "\2"  # a space inside the quotes of a default
+KEPT_SPACE = "\1"  # a space inside text that is kept as written
+# Variables that are not expanded, because the shell that runs the printed command sets them.
 LEFT_ALONE = ("HOME", "PWD", "USER", "HOSTNAME")
 
 
 class UndecidedError(Exception):
-    """What a script depends on is not in it."""
+    """A test or value depends on something that the script does not contain."""
 
 
 @dataclass
 class ShellReader:
-    """The variables of a script, the commands found so far and remarks on what could not be known."""
+    """The state of reading a script: variables, commands found so far, and remarks on unknown values."""
 
     variables: dict[str, str] = field(default_factory=dict)
-    arguments: list[str] | None = None  # $1, $2, ...; None: not known
+    arguments: list[str] | None = None  # $1, $2, ...; None: unknown
     arrays: dict[str, list[str]] = field(default_factory=dict)
     commands: list[list[str]] = field(default_factory=list)
-    remarks: list[tuple[str, str | None]] = field(default_factory=list)  # with the expansion that was left as it is
-    _succeeded: bool | None = True  # the command before; None: not known
+    remarks: list[tuple[str, str | None]] = field(default_factory=list)  # with the expansion that was kept as written
+    _succeeded: bool | None = True  # exit status of the previous command; None: unknown
 
     def read(self, text: str) -> None:
-        """Go through a script from top to bottom."""
+        """Read a script from top to bottom, and record its commands and remarks."""
         self._run(list(tokens_of(text)))
 
     # ---- statements
 
     def _run(self, tokens: Sequence[Token]) -> bool:
-        """Follow a list of statements; false once one of them ends the script."""
+        """Follow a list of statements; return False if one of the statements ends the script."""
         at = 0
         while at < len(tokens):
             token = tokens[at]
@@ -92,7 +95,7 @@ class ShellReader:
 
     @staticmethod
     def _behind_one(tokens: Sequence[Token], at: int) -> int:
-        """The place behind the command that begins here."""
+        """Return the position after the command that begins at `at`."""
         if at < len(tokens) and tokens[at].text in ENDS:
             return closing(tokens, at) + 1
         while at < len(tokens) and not (tokens[at].is_operator and tokens[at].text not in REDIRECTIONS):
@@ -161,7 +164,10 @@ class ShellReader:
         return True
 
     def _simple(self, tokens: Sequence[Token]) -> bool:
-        """One command: assignments, or a program that is kept if it may be one that trains."""
+        """Follow one command: assign variables, or keep a program if it may be a training program.
+
+        Return False if the command ends the script.
+        """
         at = 0
         while at < len(tokens) and ASSIGNMENT.match(tokens[at].text):
             at += 1
@@ -214,7 +220,7 @@ class ShellReader:
     # ---- tests
 
     def _holds(self, tokens: Sequence[Token]) -> bool:
-        """Whether a list of tests holds."""
+        """Evaluate a list of tests joined by `&&` and `||`."""
         words = [token for token in tokens if token.text != "\n"]
         for operator in ("||", "&&"):
             for at, token in enumerate(words):
@@ -257,7 +263,7 @@ class ShellReader:
     # ---- words
 
     def expand(self, token: Token, strict: bool = False) -> list[str]:
-        """The words that one word of the script becomes."""
+        """Return the words that one word of the script expands to."""
         if token.text in ('"$@"', "$@", '"$*"', "$*"):
             return list(self.arguments or [])
         if match := re.fullmatch(r'"?\$\{@:(\d+)\}"?', token.text):
@@ -270,7 +276,7 @@ class ShellReader:
         return [word.replace(QUOTED_SPACE, " ") for word in text.split("\0 ")]
 
     def _text(self, token: Token, split: bool, strict: bool = False) -> str:
-        """A word with quotes taken off and variables filled in; with `split`, `\\0 ` marks where it becomes two."""
+        """Remove quotes from a word and fill in variables; with `split`, `\\0 ` marks where the word becomes two."""
         text, at, made, quoted = token.text, 0, [], False
         while at < len(text):
             char = text[at]
@@ -298,7 +304,7 @@ class ShellReader:
         return "".join(made)
 
     def _expansion(self, text: str, at: int, token: Token, strict: bool) -> tuple[str, int]:
-        """The value of what begins with `$` or a backquote, and where it ends."""
+        """Return the value of the expansion that begins at `at` with `$` or a backquote, and the position after it."""
         end = expansion_end(text, at)
         written = text[at:end]
         value = self._value(written, token)
@@ -310,7 +316,7 @@ class ShellReader:
         return value, end
 
     def _value(self, written: str, token: Token) -> str | None:
-        """The value of one expansion; None where the script does not say it."""
+        """Return the value of one expansion, or None if the script does not determine it."""
         if written == "$":
             return "$"
         if written.startswith("$(("):
@@ -343,7 +349,7 @@ class ShellReader:
         return self.variables.get(name, f"${name}" if name in LEFT_ALONE else None)
 
     def _operated(self, value: str | None, operation: str, token: Token) -> str | None:
-        """`${X<operation>}` of a value that may be unset."""
+        """Apply the operation of `${X<operation>}` to a value, which is None if the variable is unset."""
         if not operation:
             return value
         if match := re.match(r":?[-=?+]", operation):
@@ -368,7 +374,7 @@ class ShellReader:
         return None
 
     def _arithmetic(self, text: str, token: Token) -> str | None:
-        """`$((...))` over whole numbers."""
+        """Evaluate `$((...))` over whole numbers; return None if it cannot be evaluated."""
         filled = self._text(Token(text, token.line), split=False)
         names = {name: self.variables.get(name, "") for name in re.findall(r"[A-Za-z_]\w*", filled)}
         for name, value in names.items():
@@ -381,7 +387,10 @@ class ShellReader:
             return None
 
     def _output(self, text: str, token: Token) -> str | None:
-        """The output of the few commands that only take words apart."""
+        """Return the output of a command substitution, or None if it cannot be known.
+
+        Only `pwd`, `basename` and `dirname` are computed.
+        """
         parts = [part for part in tokens_of(text) if not part.is_operator]
         words = [self._text(part, split=False) for part in parts]
         if any(part.is_operator and part.text != "\n" for part in tokens_of(text)):
@@ -410,19 +419,19 @@ class ShellReader:
 
 
 def is_program(words: Sequence[str]) -> bool:
-    """Whether a command starts one of verl's programs."""
+    """Return whether a command starts one of verl's programs."""
     return any(word.startswith("verl.") or word.endswith(("main_ppo.py", "sft_trainer.py")) for word in words)
 
 
 class ReadScript(NamedTuple):
-    """The commands of a script that start one of verl's programs, and what of them cannot be known."""
+    """The commands of a script that start one of verl's programs, and remarks on their unknown parts."""
 
     commands: list[list[str]]
     remarks: list[str]
 
 
 def read_script(text: str, variables: Mapping[str, str], arguments: list[str] | None) -> ReadScript:
-    """Read a script without running it."""
+    """Read a script without running it, and return its training commands with the remarks that concern them."""
     reader = ShellReader(dict(variables), arguments)
     reader.read(text)
     said = "\n".join(word for command in reader.commands for word in command)

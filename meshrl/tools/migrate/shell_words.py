@@ -1,4 +1,4 @@
-"""Words and operators of shell scripts, and the parts of the language that need no variables."""
+"""Words and operators of shell scripts, and the parts of the shell language that need no variables."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ ENDS = {"if": "fi", "for": "done", "while": "done", "until": "done", "case": "es
 
 @dataclass(frozen=True)
 class Token:
-    """An operator, or the text of a word as it is written, quotes included."""
+    """An operator, or the text of a word as written, quotes included."""
 
     text: str
     line: int
@@ -20,7 +20,7 @@ class Token:
 
 
 def tokens_of(text: str) -> Iterator[Token]:
-    """The words and operators of a script; comments, joined lines and the texts of here-documents are left out."""
+    """Yield the words and operators of a script, without comments, line continuations and here-document texts."""
     at, line, waiting = 0, 1, []
     while at < len(text):
         char = text[at]
@@ -51,7 +51,7 @@ def tokens_of(text: str) -> Iterator[Token]:
 
 
 def _word_end(text: str, at: int) -> int:
-    """Where a word ends that begins here."""
+    """Return the position after the word that begins at `at`."""
     begun = at
     while at < len(text):
         char = text[at]
@@ -80,7 +80,7 @@ def _quoted_end(text: str, at: int) -> int:
 
 
 def _parenthesis_end(text: str, at: int) -> int:
-    """Behind the parenthesis that closes the one here."""
+    """Return the position after the parenthesis that closes the one at `at`."""
     depth = 0
     while at < len(text):
         char = text[at]
@@ -101,7 +101,7 @@ def _parenthesis_end(text: str, at: int) -> int:
 
 
 def expansion_end(text: str, at: int) -> int:
-    """Where an expansion ends that begins with `$` or a backquote."""
+    """Return the position after the expansion that begins at `at` with `$` or a backquote."""
     if text[at] == "`":
         return text.index("`", at + 1) + 1
     if text.startswith("$(", at):
@@ -122,7 +122,10 @@ def expansion_end(text: str, at: int) -> int:
 
 
 def closing(tokens: Sequence[Token], at: int) -> int:
-    """The place of the word that closes what begins here; words count where a command may begin."""
+    """Return the index of the token that closes the statement at `at`.
+
+    Keywords count only at positions where a command may begin.
+    """
     waiting, starts = [ENDS[tokens[at].text]], True
     for place in range(at + 1, len(tokens)):
         token = tokens[place]
@@ -135,13 +138,13 @@ def closing(tokens: Sequence[Token], at: int) -> int:
         elif starts and not token.is_operator and token.text in ENDS:
             waiting.append(ENDS[token.text])
         elif waiting[-1] == "esac" and token.text == ")" and token.is_operator:
-            pass  # behind a pattern
+            pass  # it ends a pattern of `case`
         starts = (token.is_operator and token.text not in REDIRECTIONS) or token.text in ("then", "do", "else", "elif")
     return len(tokens) - 1
 
 
 def behind_function(tokens: Sequence[Token], at: int) -> int | None:
-    """The place behind a function that is defined here, if one is."""
+    """Return the index after the function definition that begins at `at`, or None if none begins there."""
     named = tokens[at].text == "function"
     place = at + 2 if named else at + 1
     if [token.text for token in tokens[place : place + 2]] == ["(", ")"]:
@@ -156,7 +159,10 @@ def behind_function(tokens: Sequence[Token], at: int) -> int | None:
 
 
 def parts_of(tokens: Sequence[Token], words: Sequence[str]) -> list[tuple[str, list[Token]]]:
-    """The parts of a statement between some of its words, each with the word before it; inner statements stay whole."""
+    """Split a statement at some of its keywords, and return each part with the keyword before it.
+
+    Inner statements stay whole.
+    """
     parts: list[tuple[str, list[Token]]] = [("", [])]
     at, starts = 0, True
     while at < len(tokens):
@@ -202,7 +208,7 @@ def matches(value: str, glob: str) -> bool:
 
 
 def trimmed(value: str, sign: str, glob: str) -> str:
-    """A value without a matching beginning (#) or end (%), the longest one where the sign is doubled."""
+    """Remove a matching prefix (`#`) or suffix (`%`): the shortest match, or the longest if the sign is doubled."""
     cuts = range(len(value) + 1)
     pieces = [(cut, value[:cut] if sign[0] == "#" else value[len(value) - cut :]) for cut in cuts]
     fitting = [cut for cut, piece in pieces if matches(piece, glob)]
@@ -213,7 +219,7 @@ def trimmed(value: str, sign: str, glob: str) -> str:
 
 
 def computed(text: str) -> int:
-    """A sum of products of whole numbers, as bash computes it."""
+    """Evaluate an arithmetic expression over whole numbers with bash's rules, such as division toward zero."""
     tokens = re.findall(r"\d+|[()+*/%-]", text)
 
     def atom() -> int:

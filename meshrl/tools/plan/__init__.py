@@ -1,1 +1,4 @@
-"""What a run will need before it starts: memory by rank and phase, traffic by axis, time by phase, and what fits."""
+"""`meshrl plan`: predict a run before it starts.
+
+A plan has the memory by rank and phase, the traffic by mesh axis, the time by phase, and the layouts that fit.
+"""

@@ -1,4 +1,9 @@
-"""The model of a recipe as its real Hugging Face modules without memory: from its folder, a config file or a name."""
+"""The model and the sequence lengths of a planned run.
+
+- `PlannedModel`: a recipe's model as its real Hugging Face modules on the meta device, without memory.
+  Its shape comes from the model's folder, a config file or a known name.
+- `Lengths`: tokens of prompts and responses, read from a file or drawn.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +59,7 @@ def _llama(hidden: int, inner: int, layers: int, heads: int) -> dict:
     }  # fmt: skip
 
 
-# Shapes by the names that recipes use, for planning before a model is downloaded.
+# Built-in shapes, by the names that recipes use, for planning before a model is downloaded.
 KNOWN: dict[str, dict[str, Any]] = {
     "Qwen2.5-0.5B": _qwen2(896, 4864, 24, 14, 2, 151936, True),
     "Qwen2.5-1.5B": _qwen2(1536, 8960, 28, 12, 2, 151936, True),
@@ -83,30 +88,30 @@ KNOWN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# Kinds of layers that carry a state from token to token, as configs call them.
+# Recurrent layer types, as they are named in `layer_types` of configs.
 WITH_STATES = {"linear_attention", "mamba", "conv", "recurrent", "hybrid", "hybrid_sliding"}
-# Models that see, and the language models that they are without.
+# Vision-language models, and the model types of their language models.
 READING = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model's config, where it comes from in words, and its modules on the meta device."""
+    """A model's config, a description of where the config comes from, and the model's modules on the meta device."""
 
     config: PretrainedConfig
     source: str
     lora: ModelConfig | None = None
-    seeing: PretrainedConfig | None = None  # of all of a model that sees; `config` is its language model's
-    # What others have counted of this model and need again.
+    seeing: PretrainedConfig | None = None  # the whole VLM's config; `config` is its language model's
+    # Cache for results that callers compute from this model.
     notes: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def modules(self) -> Any:
-        """The language model, with adapters if the recipe has any; no memory is taken."""
+        """The language model on the meta device, with adapters if the recipe has any."""
         return self.build("lm")
 
     def build(self, head: str) -> Any:
-        """The modules with a language model's or a critic's head."""
+        """Build the modules on the meta device, with a language-model head (`lm`) or else a critic's head."""
         kind: Any = AutoModelForCausalLM if head == "lm" else AutoModelForTokenClassification
         config = AutoConfig.for_model(**self.config.to_dict()) if head != "lm" else self.config
         if head != "lm":
@@ -122,18 +127,18 @@ class PlannedModel:
 
     @cached_property
     def num_params(self) -> int:
-        """Parameters of the model itself, without adapters."""
+        """The number of the model's parameters, without its adapters."""
         return sum(p.numel() for name, p in self.modules.named_parameters() if ".lora_" not in name)
 
     @cached_property
     def tower_tensors(self) -> dict[str, tuple[int, ...]]:
-        """The weights of what looks at images."""
+        """The shapes of the vision tower's weights, by name."""
         named = {name.replace(".base_layer.", "."): p for name, p in self.modules.named_parameters()}
         return {name: tuple(p.shape) for name, p in named.items() if is_of_tower(name) and ".lora_" not in name}
 
     @cached_property
     def tower_params(self) -> int:
-        """Of all parameters those of what looks at images."""
+        """The number of parameters in the vision tower."""
         return sum(map(math.prod, self.tower_tensors.values()))
 
     @property
@@ -142,42 +147,42 @@ class PlannedModel:
 
     @property
     def is_latent(self) -> bool:
-        """Whether attention keeps one latent vector a token instead of keys and values."""
+        """True if attention caches one latent vector a token instead of keys and values (MLA)."""
         return self.config.model_type == "deepseek_v3"
 
     def heads(self) -> tuple[int, int, int]:
-        """Query heads, key-value heads and their dim."""
+        """Return the number of query heads, the number of key-value heads and the head dimension."""
         heads = int(self.config.num_attention_heads)
         return heads, int(getattr(self.config, "num_key_value_heads", None) or heads), int(head_dim(self.config))
 
     @cached_property
     def layer_kinds(self) -> tuple[bool, ...]:
-        """For every layer whether it has experts."""
+        """One entry a layer: True if the layer has experts."""
         return tuple(is_sparse_layer(self.config, layer) for layer in range(self.num_layers))
 
     def sparse_layers(self) -> int:
-        """How many layers have experts."""
+        """Return the number of layers that have experts."""
         return sum(self.layer_kinds)
 
     @cached_property
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """The tensors of the model's files, one for each expert's matrix."""
+        """The shapes of the tensors in the model's files, by name, with one tensor for each expert's matrix."""
         return hf_tensors(self.config) | self.tower_tensors
 
     @cached_property
     def expert_params(self) -> int:
-        """Of all parameters those of routed experts."""
+        """The number of parameters in routed experts."""
         named = self.modules.named_parameters()
         return sum(p.numel() for name, p in named if ".experts." in name and expert_count(self.config))
 
     @cached_property
     def shape(self) -> dict[str, Any]:
-        """The config as a dict, as checks read it."""
+        """The config as a dict, in the form that the config checks read."""
         return self.config.to_dict()
 
 
 def is_found(model: ModelConfig) -> bool:
-    """Whether a model's shape is known here, by its folder or its name."""
+    """Return whether a model's shape is known, from its folder or from its name."""
     if not model.path:
         return False
     return (Path(model.path) / "config.json").is_file() or known_name(model.path) is not None
@@ -186,9 +191,9 @@ def is_found(model: ModelConfig) -> bool:
 def find_model(
     model: ModelConfig, config_file: str | None = None, key: str = "actor_rollout_ref.model.path"
 ) -> PlannedModel:
-    """The model of a recipe: `config_file` if given, its folder if it is there, else a known shape by its name.
+    """Find a recipe's model: in `config_file` if given, else in its folder, else among the known names.
 
-    `key` is the recipe's name for its path.
+    `key` is the recipe's key for the model's path, for error messages.
     """
     lora = model if model.has_adapters else None
     override = dict(model.override_config)
@@ -211,7 +216,7 @@ def find_model(
 
 
 def known_name(path: str) -> str | None:
-    """The built-in shape that a path names: the longest that its last part begins with."""
+    """Return the longest built-in name that the last part of a path begins with, or None."""
     last = Path(path).name.lower()
     found = [name for name in KNOWN if last.startswith(name.lower())]
     return max(found, key=len) if found else None
@@ -245,12 +250,12 @@ def _config(fields: dict[str, Any], source: str) -> PretrainedConfig:
         raise ValueError(f"{source}: this version of transformers knows no model_type '{fields['model_type']}'")
     try:
         return AutoConfig.for_model(**fields)
-    except Exception as error:  # each kind of config checks its fields in its own way
+    except Exception as error:  # each config class raises its own exceptions
         raise ValueError(f"{source} is refused by transformers: {' '.join(str(error).split())}") from error
 
 
 def _reading_part(config: PretrainedConfig) -> PretrainedConfig:
-    """The language model inside of one that sees, as a model of its own."""
+    """Return the config of a vision-language model's language model, as a model of its own."""
     fields = config.get_text_config().to_dict()
     fields.get("rope_parameters", {}).pop("mrope_section", None)
     fields |= {"model_type": READING[config.model_type], "tie_word_embeddings": config.tie_word_embeddings}
@@ -258,7 +263,10 @@ def _reading_part(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _add_tower(language_model: Any, seeing: PretrainedConfig) -> None:
-    """Puts the part of a model that looks at images into its language model, sharded as it would be there."""
+    """Put the vision tower of a vision-language model into its language model.
+
+    The language model is then sharded into the same FSDP units as the whole vision-language model.
+    """
     short = copy.deepcopy(seeing)
     text = short.get_text_config()
     text.num_hidden_layers = 1
@@ -269,21 +277,21 @@ def _add_tower(language_model: Any, seeing: PretrainedConfig) -> None:
     language_model._no_split_modules = [*language_model._no_split_modules, *whole._no_split_modules]
 
 
-# Lengths of prompts and responses: read from a file, or drawn as RL runs have them.
+# ---- lengths of prompts and responses
 
-# Responses are log-normal with this spread of the logarithm, cut at the longest allowed.
+# Drawn response lengths are log-normal with this standard deviation of the logarithm, cut at the longest allowed.
 SPREAD = 0.6
 MEAN_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of every sample of a step, and where the numbers come from, in words."""
+    """Tokens of every sample of a step, and a description of where the numbers come from."""
 
     prompts: np.ndarray
     responses: np.ndarray
     source: str
-    # Micro-batches that others have cut of these samples and need again.
+    # Cache for micro-batch budgets that callers compute from these samples.
     notes: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -292,22 +300,26 @@ class Lengths:
 
     @property
     def response_share(self) -> float:
-        """Of all tokens, those that are predicted."""
+        """The share of response tokens (which are predicted) among all tokens."""
         return float(self.responses.sum() / self.totals.sum())
 
     def part(self, number: int, parts: int, samples: int) -> Lengths:
-        """The samples that one of `parts` data-parallel ranks gets of the first `samples`."""
+        """Return every `parts`-th of the first `samples` samples: the part of data-parallel rank `number`."""
         rows = slice(number, samples, parts)
         return Lengths(self.prompts[rows], self.responses[rows], self.source)
 
     def cut(self, longest: int) -> Lengths:
-        """Samples end after `longest` tokens, and at least one of them is the response's."""
+        """Cut samples after `longest` tokens, and leave at least one token to each response."""
         prompts = np.minimum(self.prompts, max(longest - 1, 0))
         return Lengths(prompts, np.minimum(self.responses, longest - prompts), self.source)
 
 
 def drawn_lengths(samples: int, per_prompt: int, longest_prompt: int, longest_response: int, mean: int) -> Lengths:
-    """Prompts uniform in the upper half, responses log-normal around `mean` and cut; equal prompts are neighbours."""
+    """Draw lengths for a step; samples of the same prompt are neighbours.
+
+    Prompts are uniform between a quarter of `longest_prompt` and `longest_prompt`. Responses are log-normal around
+    `mean` and cut at `longest_response`.
+    """
     rng = np.random.default_rng(0)
     prompts = rng.integers(max(1, longest_prompt // 4), longest_prompt + 1, -(-samples // per_prompt))
     responses = np.exp(rng.normal(np.log(mean) - SPREAD**2 / 2, SPREAD, samples))
@@ -319,7 +331,7 @@ def drawn_lengths(samples: int, per_prompt: int, longest_prompt: int, longest_re
 
 
 def read_lengths(file: str, samples: int, longest_prompt: int, longest_response: int) -> Lengths:
-    """Lines of `prompt response` tokens, repeated until there are enough."""
+    """Read lines of two numbers, tokens of prompt and response, and repeat them until there are `samples`."""
     rows = []
     if not Path(file).is_file():
         raise ValueError(f"--lengths: there is no file {file}")

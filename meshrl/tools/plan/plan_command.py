@@ -1,4 +1,4 @@
-"""`meshrl plan`: what a recipe will take on some devices, before any of them is there."""
+"""`meshrl plan`: predict the memory and time of a recipe on some devices, without needing the devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Config = TypeVar("Config", "PPOConfig", "SFTConfig", "PreferenceConfig")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the options of `meshrl plan` to an argument parser."""
     parser.add_argument("words", nargs="*", metavar="RECIPE key=value", help="a recipe, then overrides")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--sft", dest="kind", action="store_const", const="sft", help="a recipe of meshrl sft")
@@ -42,13 +42,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def planned(arguments: argparse.Namespace, say: Callable[[str], None] = lambda line: None) -> str:
-    """What the command prints; `say` is told of what may take a while."""
+    """Return the text or JSON that the command prints. `say` is called with a message before a long search."""
     from meshrl.tools.plan.search import candidate_json, change_lines, plan_json, plan_lines, search_lines
 
     if arguments.out and not arguments.search:
         raise ValueError(f"--out {arguments.out} is for what --search finds: add --search")
     if arguments.out and not Path(arguments.out).resolve().parent.is_dir():
-        raise ValueError(f"--out: there is no folder to write {arguments.out} into")  # before a search of minutes
+        raise ValueError(f"--out: there is no folder to write {arguments.out} into")  # fail before a long search
     plan, again, remarks = read_and_plan(arguments)
     nearest, found = None, None
     if not plan.fits:
@@ -87,7 +87,7 @@ def _written(out: str | None, overrides: list[str]) -> list[str]:
 
 
 def read_and_plan(arguments: argparse.Namespace) -> tuple[Plan, Callable[[Any], Plan], list[str]]:
-    """The plan, how to plan another config of the same run quickly, and what the config's own checks say."""
+    """Return the plan, a function that plans another config of the same run quickly, and the config checks' remarks."""
     from meshrl.config import PPOConfig, PreferenceConfig, SFTConfig, load_config
     from meshrl.config.engine import ModelConfig
     from meshrl.config.recipe import is_recipe
@@ -136,7 +136,7 @@ def read_and_plan(arguments: argparse.Namespace) -> tuple[Plan, Callable[[Any], 
 
 
 def _with_folders(loaded: Loaded[Config]) -> Config:
-    """The config, with models of the hub read from its cache where they are there."""
+    """Return the config, with models of the hub replaced by their cached folders if they are in the cache."""
     from meshrl.models.hub import resolve_models
 
     resolve_models(loaded.config, loaded.sources, lambda line: None, may_download=False)
@@ -144,7 +144,7 @@ def _with_folders(loaded: Loaded[Config]) -> Config:
 
 
 def _eight_bit_remarks(cluster: Cluster, config: PPOConfig | SupervisedConfig) -> list[str]:
-    """What of 8 bits a run would refuse on such devices."""
+    """Return remarks on FP8 settings that a run would refuse on these devices."""
     from meshrl.config.batch_sizes import used_engines
     from meshrl.config.keys import ROLLOUT
     from meshrl.config.rl import PPOConfig
@@ -163,7 +163,10 @@ def _eight_bit_remarks(cluster: Cluster, config: PPOConfig | SupervisedConfig) -
 
 
 def _critic_model(config: PPOConfig, arguments: argparse.Namespace) -> PlannedModel | None:
-    """Without a path of its own a critic has the policy's, but not its adapters."""
+    """Return the critic's model, or None without a critic.
+
+    A critic without its own path has the policy's weights, but not the policy's adapters.
+    """
     from meshrl.config.actor_critic import uses_critic
     from meshrl.tools.plan.models import find_model
 
@@ -176,7 +179,7 @@ def _critic_model(config: PPOConfig, arguments: argparse.Namespace) -> PlannedMo
 
 
 def _ref_model(config: PPOConfig) -> PlannedModel | None:
-    """A reference with weights of its own, such as a teacher."""
+    """Return the reference's model if it has weights of its own, such as a teacher, else None."""
     from meshrl.config.engine import ModelConfig
     from meshrl.config.rl import uses_reference
     from meshrl.tools.plan.models import find_model
@@ -188,7 +191,10 @@ def _ref_model(config: PPOConfig) -> PlannedModel | None:
 
 
 def _reward_model(config: PPOConfig, remarks: list[str]) -> PlannedModel | None:
-    """The model that scores; adds what of the scoring cannot be counted to the remarks."""
+    """Return the reward model, or None if there is none or its shape is not known.
+
+    Costs of scoring that the plan does not count are added to `remarks`.
+    """
     from meshrl.tools.plan.models import find_model, is_found
     from meshrl.tools.plan.rollout_plan import EXTERNAL
 
@@ -219,7 +225,10 @@ def _lengths(config: PPOConfig, arguments: argparse.Namespace) -> Lengths:
 
 
 def _row_lengths(config: SupervisedConfig, arguments: argparse.Namespace) -> Lengths:
-    """A quarter of the longest sequence is left to the prompt, unless a file says what there is."""
+    """Return the sequence lengths of a supervised step, read from `--lengths` or drawn.
+
+    If they are drawn, a quarter of the longest sequence is left to the prompt.
+    """
     from meshrl.tools.plan.models import drawn_lengths, read_lengths
 
     data, together = config.data, config.sequences_per_row

@@ -1,4 +1,9 @@
-"""The models of a run on the devices: how each is sharded, and what each takes while it works or rests."""
+"""The models of a run on the devices: how each is sharded, and its memory while it works or is offloaded.
+
+- `Role`: one model that an engine holds, with the memory of its forward and update phases.
+- `Budget`, `Cutting`: the micro-batches of a phase.
+- `States`: bytes of parameters, gradients and optimizer states, by the sharding rules of FSDP and Megatron.
+"""
 
 from __future__ import annotations
 
@@ -35,23 +40,23 @@ Parts = dict[str, int]
 
 @dataclass(frozen=True)
 class Budget:
-    """The largest micro-batch of a phase: tokens on one rank, and how many of them are predicted."""
+    """The largest micro-batch of a phase: tokens on one rank, and how many of these tokens are predicted."""
 
     tokens: int
     targets: int
-    count: int  # micro-batches of one mini-batch (or of the whole batch, where nothing is trained)
+    count: int  # micro-batches of one mini-batch (or of the whole batch, if nothing is trained)
 
 
 @dataclass(frozen=True)
 class Cutting:
-    """What makes a micro-batch of a rank: so many tokens, or so many samples."""
+    """The limit of a rank's micro-batch: a number of tokens, or else a number of samples."""
 
     tokens: int | None
     samples: int | None
 
     @classmethod
     def of(cls, how: Any, prefix: str = "ppo") -> Cutting:
-        """As a section of an RL recipe says it."""
+        """Read the limit from a section of an RL recipe; `prefix` is the prefix of the section's keys."""
         by_tokens = getattr(how, "use_dynamic_bsz" if prefix == "ppo" else f"{prefix}_use_dynamic_bsz")
         tokens = getattr(how, f"{prefix}_max_token_len_per_gpu") if by_tokens else None
         return cls(tokens, getattr(how, f"{prefix}_micro_batch_size_per_gpu"))
@@ -68,7 +73,7 @@ class Role:
     world_size: int
     trains: bool = True
     head: str = "lm"
-    # Whether its weights wait in host memory, where another key than the engine's says so.
+    # Parameter offload, if a key outside the engine's section sets it. None: the engine's section decides.
     offloads: bool | None = None
 
     @property
@@ -81,7 +86,7 @@ class Role:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The type in which layers compute."""
+        """The data type in which layers compute."""
         if self.is_megatron:
             return torch_dtype(self.engine.megatron.dtype)
         config = self.engine.fsdp_config
@@ -89,14 +94,14 @@ class Role:
 
     @property
     def rests(self) -> tuple[bool, bool]:
-        """Whether weights, and whether optimizer states, wait in host memory between phases."""
+        """Two flags: whether weights, and whether optimizer states, are offloaded to host memory between phases."""
         config = self.engine.megatron if self.is_megatron else self.engine.fsdp_config
         params = config.param_offload if self.offloads is None else self.offloads
         return params, config.optimizer_offload and self.trains
 
     @cached_property
     def units(self) -> list[Unit]:
-        """FSDP's units, the root last."""
+        """The FSDP units of the model, with the root unit last."""
         frozen = self.engine.freeze_vision_tower
         key = ("units", self.head, self.trains, frozen, str(self.engine.fsdp_config.wrap_policy))
         if key not in self.model.notes:
@@ -106,14 +111,14 @@ class Role:
 
     @cached_property
     def stages(self) -> list[list[range]]:
-        """The layers of every pipeline stage, by chunk."""
+        """The layers of every pipeline stage, as one range for each virtual chunk."""
         if not self.is_megatron:
             return [[range(self.model.num_layers)]]
         ranks = ranks_of(self.engine.megatron, 0, self.world_size)
         return layer_offsets(self.model.num_layers, ranks.pp, ranks.vpp, ranks.split)
 
     def states(self, stage: int = 0) -> States:
-        """The fullest rank's states (of a pipeline stage)."""
+        """Return the states of the fullest rank (with Megatron, of the first rank of pipeline stage `stage`)."""
         shape = self.engine.megatron if self.is_megatron else self.engine.fsdp_config
         alike = self._kinds_of(stage)
         frozen = self.engine.freeze_vision_tower
@@ -123,7 +128,7 @@ class Role:
         return self.model.notes[key]
 
     def states_of_ranks(self) -> list[States]:
-        """Every rank's states."""
+        """Return the states of every rank, in rank order."""
         if not self.is_megatron:
             return fsdp_states(self.units, self.engine, self.world_size, self.trains)
         return [
@@ -132,7 +137,7 @@ class Role:
         ]
 
     def _kinds_of(self, stage: int) -> tuple[Any, ...]:
-        """What stages with equal states have in common: kinds of layers, the embedding, the head."""
+        """Return a key that is equal for stages with equal states: kinds of layers, has embedding, has head."""
         kinds = self.model.layer_kinds
         chunks = tuple(tuple(kinds[layer] for layer in chunk) for chunk in self.stages[stage])
         return chunks, stage == 0, stage == len(self.stages) - 1
@@ -145,7 +150,7 @@ class Role:
 
     @cached_property
     def trace(self) -> ModelTrace:
-        """A rank's metered layers, as they are trained."""
+        """The metered layers of one rank, with gradient checkpointing if the role trains with it."""
         return self._traced(self.trains and self.model_config.enable_gradient_checkpointing)
 
     def _traced(self, checkpointing: bool) -> ModelTrace:
@@ -165,24 +170,24 @@ class Role:
 
     @property
     def vocabulary(self) -> int:
-        """Rows of the output projection on one rank."""
+        """The number of rows of the output projection on one rank."""
         size = int(self.model.config.vocab_size)
         if not self.is_megatron:
             return size
         tp = self.engine.megatron.tensor_model_parallel_size
         return padded_vocab_size(size, tp, self.engine.megatron.make_vocab_size_divisible_by) // tp
 
-    # Bytes of what is computed with
+    # ---- bytes of gathered weights, activations and logits
 
     def gathered(self, trains: bool) -> Parts:
-        """What FSDP holds beside the shards: the root whole, layers on their way, gradients before they are reduced."""
+        """Return FSDP's bytes beyond the shards: the gathered root and layers, and gradients before their reduction."""
         if self.placement not in ("fsdp2", "fsdp"):
             return {}
         size = self.dtype.itemsize
         *units, root = self.units
         layer = max((unit.numel() for unit in units), default=0)
         config = self.engine.fsdp_config
-        # The one in use, the next one on its way, and that one being copied out of the message.
+        # Three layers: the one in use, the next one as received, and the next one copied out of the receive buffer.
         held = 3 * layer if config.reshard_after_forward or not trains else sum(u.numel() for u in units)
         parts = {"gathered weights": (root.numel() + held) * size}
         if trains:
@@ -192,7 +197,7 @@ class Role:
         return parts
 
     def update_parts(self, budget: Budget, stage: int = 0) -> Parts:
-        """Beyond the states, at the fullest moment of a forward and backward."""
+        """Return the bytes beyond the states at the peak of a forward and backward."""
         hidden, size = int(self.model.config.hidden_size), self.dtype.itemsize
         layers = [layer for chunk in self.stages[stage] for layer in chunk]
         tokens = budget.tokens
@@ -212,7 +217,7 @@ class Role:
         return fullest | self.gathered(self.trains)
 
     def forward_parts(self, budget: Budget, stage: int = 0) -> Parts:
-        """Beyond the states, while log-probs or values are computed."""
+        """Return the bytes beyond the states at the peak of computing log-probs or values."""
         hidden, size = int(self.model.config.hidden_size), self.dtype.itemsize
         layers = [layer for chunk in self.stages[stage] for layer in chunk]
         running = self.trace.widest(layers, budget.tokens).forward + budget.tokens * hidden * size
@@ -225,7 +230,7 @@ class Role:
         return stage == len(self.stages) - 1
 
     def _between(self, tokens: int) -> int:
-        """The embedding's output, which the first layer keeps."""
+        """Return the bytes of the embedding's output, which the first layer keeps."""
         cut = self.engine.megatron.tensor_model_parallel_size if self._shares_sequence else 1
         return tokens * int(self.model.config.hidden_size) * self.dtype.itemsize // cut
 
@@ -234,7 +239,7 @@ class Role:
         return self.is_megatron and uses_sequence_parallel(self.engine.megatron)
 
     def _in_flight(self, stage: int, budget: Budget) -> int:
-        """Activations of all micro-batches that a stage has run forward and not yet backward."""
+        """Return the activation bytes of all micro-batches that a stage has run forward but not yet backward."""
         chunks = self.stages[stage]
         whole = self.trace.kept([layer for chunk in chunks for layer in chunk], budget.tokens)
         pp, vpp = len(self.stages), len(chunks)
@@ -246,26 +251,32 @@ class Role:
         return whole * min(budget.count * vpp, ahead) // vpp
 
     def _tied_gradient(self) -> int:
-        """One tensor for embedding and head: the head's gradient waits for the embedding's, which comes last."""
+        """Return the bytes of the head's gradient if embedding and head share one tensor, else 0.
+
+        The head's gradient must wait for the embedding's gradient, which comes last.
+        """
         tied = self.model.config.tie_word_embeddings and self.head == "lm" and self.placement.startswith("whole")
         if not tied or self.model.lora is not None:
             return 0
         return int(self.model.config.vocab_size * self.model.config.hidden_size) * self.dtype.itemsize
 
     def keeps_logits(self, targets: int) -> bool:
-        """Whether a micro-batch's logits wait for the backward pass; else they are computed twice."""
+        """Return whether a micro-batch's logits are kept for the backward pass instead of computed twice."""
         if self.is_megatron or self.head != "lm":
             return False
         whole = targets * self.vocabulary * self.dtype.itemsize
         return self.dtype.itemsize == 2 and whole <= self.engine.keep_logits_megabytes << 20
 
     def _head(self, targets: int, trains: bool) -> Parts:
-        """Logits and what their gradient takes, by how `log_probs` and `vocab_parallel` compute them on a GPU."""
+        """Return the bytes of logits and of what their gradient needs.
+
+        The bytes follow the computation of `log_probs` and `vocab_parallel` on a GPU.
+        """
         if self.head != "lm":
             return {"logits": targets * FLOAT}
         vocabulary, size = self.vocabulary, self.dtype.itemsize
         whole = targets * vocabulary * size
-        # Of several chunks the next one is there before the last one goes.
+        # With several chunks the next chunk is allocated before the last one is freed.
         chunk = min(whole, 2 * CHUNK_ELEMENTS_ON_GPU * size)
         weight = vocabulary * int(self.model.config.hidden_size)
         if not trains:
@@ -288,7 +299,7 @@ def roles_of(
     reward_model: PlannedModel | None = None,
     ref_model: PlannedModel | None = None,
 ) -> list[Role]:
-    """The actor and, where the recipe has them, its reference, critic and reward model."""
+    """Return the actor and, if the recipe has them, its reference, critic and reward model."""
     policy, world = config.actor_rollout_ref, config.trainer.world_size
     found = [Role("actor", model, policy.model, policy.actor, world)]
     has_own = policy.ref.model.path is not None or policy.ref.has_own_devices
@@ -307,7 +318,7 @@ def roles_of(
 
 
 def budget_of(role: Role, lengths: Lengths, samples: int, cutting: Cutting) -> Budget:
-    """The micro-batches that a data-parallel rank makes of its part of the first `samples`."""
+    """Return the largest micro-batch that a data-parallel rank makes of its part of the first `samples`."""
     share, copies = sequence_ranks(role.engine), dp_size(role.engine, role.world_size)
     most = cutting.tokens * share if cutting.tokens is not None else None
     key = (copies, samples, most, cutting.samples, share)
@@ -325,7 +336,10 @@ def _cut(lengths: Lengths, copies: int, samples: int, most: int | None, size: in
 
 
 def _fullest(part: Lengths, plan: Sequence[np.ndarray], most: int | None) -> tuple[int, int]:
-    """Tokens and targets of the largest micro-batch; under a budget another step may fill it to the brim."""
+    """Return the tokens and targets of the largest micro-batch.
+
+    With a token budget and several micro-batches the whole budget counts, because another step may use it fully.
+    """
     tokens = max(int(part.totals[rows].sum()) for rows in plan)
     targets = max(int(part.responses[rows].sum()) for rows in plan)
     if most is None or len(plan) == 1:
@@ -333,12 +347,11 @@ def _fullest(part: Lengths, plan: Sequence[np.ndarray], most: int | None) -> tup
     return most, int(most * min(1.0, targets / tokens))
 
 
-# Bytes of parameters, gradients and optimizer states on every rank, by each engine's own rules of sharding.
+# ---- bytes of parameters, gradients and optimizer states on every rank, by each engine's own sharding rules
 #
-# FSDP2 cuts every parameter's rows into equal steps, rounded up; memory is taken for whole steps, moments for real
-# rows.
-# FSDP1 cuts each unit's flat parameter. One rank alone keeps bfloat16 weights with 16-bit remainders (`MasterAdamW`).
-# Step counters (one number a parameter) and buffers are left out.
+# FSDP2 splits the rows of every parameter into equal shards, rounded up. Parameters and gradients take memory for
+# padded shards, moments for real rows. FSDP1 splits the flat parameter of each unit. A single rank keeps bfloat16
+# weights with 16-bit remainders (`MasterAdamW`). Step counters (one number a parameter) and buffers are not counted.
 
 FLOAT = 4
 # Megatron-Core's paddings of its buffers with a distributed optimizer, in elements.
@@ -347,12 +360,12 @@ PARAM_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128
 
 @dataclass(frozen=True)
 class States:
-    """One rank's bytes; `grads` are those of the sharded gradients while they exist."""
+    """The bytes of one rank's states. `grads` counts the sharded gradients while they exist."""
 
     params: int
     grads: int = 0
     optimizer: int = 0
-    # Whether the gradients' memory stays between updates.
+    # The gradients' memory stays allocated between updates.
     keeps_grads: bool = False
 
     @property
@@ -362,7 +375,7 @@ class States:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter as sharding sees it."""
+    """A parameter's name, shape, and whether it is trained, as sharding needs them."""
 
     name: str
     shape: tuple[int, ...]
@@ -373,7 +386,7 @@ class Parameter:
         return math.prod(self.shape)
 
     def rows(self, index: int, parts: int) -> tuple[int, int]:
-        """Elements that the `index`-th of `parts` ranks holds, and those it takes memory for."""
+        """Return the elements that the `index`-th of `parts` ranks holds, and the elements with padding."""
         rows = self.shape[0] if self.shape else 1
         rest = self.numel // max(1, rows)
         step = -(-rows // parts)
@@ -382,7 +395,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered, used and freed together; `repeats` neighbours are alike."""
+    """An FSDP unit: parameters that are gathered, used and freed together."""
 
     name: str
     params: tuple[Parameter, ...]
@@ -391,12 +404,12 @@ class Unit:
         return sum(p.numel for p in self.params if p.trained or not trained_only)
 
     def padded(self, parts: int, trained_only: bool = False) -> int:
-        """Elements of the unit gathered from `parts` ranks, padding included."""
+        """Return the elements of the unit gathered from `parts` ranks, including padding."""
         return sum(p.rows(0, parts)[1] * parts for p in self.params if p.trained or not trained_only)
 
 
 def fsdp_units(hf_model: Any, engine: EngineConfig, trains: bool) -> list[Unit]:
-    """The units that FSDP shards one by one, by the engine's own policy; the last one is the root."""
+    """Return the units that FSDP shards one by one, by the engine's own wrap policy; the last unit is the root."""
     names = {id(p): (name, p) for name, p in hf_model.named_parameters()}
     titles = {id(module): name for name, module in hf_model.named_modules()}
     found, taken = [], set()
@@ -413,7 +426,10 @@ def fsdp_units(hf_model: Any, engine: EngineConfig, trains: bool) -> list[Unit]:
 
 
 def fsdp_placement(engine: EngineConfig, world_size: int) -> str:
-    """How the FSDP engine lays its parameters out: `whole`, `whole-bf16`, `fsdp2` or `fsdp`; as its `initialize`."""
+    """Return how the FSDP engine lays out its parameters: `whole`, `whole-bf16`, `fsdp2` or `fsdp`.
+
+    This repeats the decision of the engine's `initialize`.
+    """
     config = engine.fsdp_config
     if world_size > 1 or config.offload_policy or engine.strategy != "fsdp2":
         return engine.strategy
@@ -425,7 +441,7 @@ def fsdp_placement(engine: EngineConfig, world_size: int) -> str:
 
 
 def fsdp_states(units: Sequence[Unit], engine: EngineConfig, world_size: int, trains: bool = True) -> list[States]:
-    """Every rank's bytes under strategy fsdp2 or fsdp."""
+    """Return the bytes of every rank under strategy `fsdp2` or `fsdp`."""
     how = fsdp_placement(engine, world_size)
     size = torch_dtype(engine.fsdp_config.model_dtype).itemsize
     if how == "whole-bf16":
@@ -440,7 +456,10 @@ def fsdp_states(units: Sequence[Unit], engine: EngineConfig, world_size: int, tr
 
 
 def _master_states(units: Sequence[Unit], config: FSDPConfig, trains: bool) -> States:
-    """One rank with bfloat16 weights: flat buffers in which every parameter starts at a multiple of `ALIGNMENT`."""
+    """Return the bytes of a single rank with bfloat16 weights.
+
+    The weights lie in flat buffers, in which every parameter starts at a multiple of `ALIGNMENT`.
+    """
     params = [p for unit in units for p in unit.params]
     frozen = sum(p.numel for p in params if not p.trained)
     trained = sum(-(-p.numel // ALIGNMENT) * ALIGNMENT for p in params if p.trained)
@@ -452,7 +471,7 @@ def _master_states(units: Sequence[Unit], config: FSDPConfig, trains: bool) -> S
 
 def _sharded(units: Sequence[Unit], place: int, shards: int, size: int, flat: bool) -> States:
     if flat:
-        # Each unit is one flat parameter: what is trained of it cannot be told from the rest before it is cut.
+        # Each unit is one flat parameter, so a unit with any trained parameter counts as trained as a whole.
         held = sum(-(-unit.numel() // shards) for unit in units)
         trained = sum(-(-unit.numel() // shards) for unit in units if unit.numel(True))
         return States(held * size, trained * size, 2 * trained * size)
@@ -466,7 +485,7 @@ def _sharded(units: Sequence[Unit], place: int, shards: int, size: int, flat: bo
 
 @dataclass(frozen=True)
 class MegatronParameter:
-    """A Megatron parameter of one rank: its chunk, name and elements."""
+    """A Megatron parameter on one rank: its virtual chunk, name and number of elements."""
 
     chunk: int
     name: str
@@ -477,7 +496,7 @@ class MegatronParameter:
         return ".experts." in self.name
 
 
-# The order in which Megatron-Core registers a layer's modules: it decides where each parameter lies in a buffer.
+# The order in which Megatron-Core registers a layer's modules. It determines each parameter's offset in a buffer.
 LAYER_ORDER = (
     "input_layernorm", "linear_proj", "linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj",
     "q_layernorm", "linear_kv_down_proj", "linear_kv_up_proj", "k_layernorm", "kv_layernorm", "pre_mlp_layernorm",
@@ -486,7 +505,7 @@ LAYER_ORDER = (
 
 
 def megatron_params(hf_config: Any, engine: EngineConfig, rank: int, world_size: int, head: str = "lm") -> list[Any]:
-    """A rank's Megatron parameters in the order in which their modules have them."""
+    """Return a rank's Megatron parameters in the order in which Megatron-Core registers them."""
     ranks = ranks_of(engine.megatron, rank, world_size)
     padded = padded_vocab_size(hf_config.vocab_size, ranks.tp, engine.megatron.make_vocab_size_divisible_by)
     found: dict[tuple[int, str], int] = {}
@@ -512,7 +531,7 @@ def _module_order(param: MegatronParameter) -> tuple[int, int, int, int]:
 def megatron_states(
     hf_config: Any, engine: EngineConfig, rank: int, world_size: int, trains: bool = True, head: str = "lm"
 ) -> States:
-    """One rank's bytes under strategy megatron."""
+    """Return the bytes of one rank under strategy `megatron`."""
     megatron = engine.megatron
     ranks = ranks_of(megatron, rank, world_size)
     params = megatron_params(hf_config, engine, rank, world_size, head)
@@ -538,18 +557,21 @@ def megatron_states(
 
 
 def _bucket_size(ranks: ParallelRanks, engine: EngineConfig, chunk: int) -> int | None:
-    """Elements after which Megatron-Core begins another bucket; None: never."""
+    """Return the number of elements after which Megatron-Core starts a new bucket, or None for a single bucket."""
     if not engine.megatron.overlap_grad_reduce or chunk > 0 or ranks.pp_rank > 0:
         return None
     return max(40_000_000, 1_000_000 * ranks.dp * ranks.cp)
 
 
-# A bucket: first and last element, and the [start, end) of each parameter in it.
+# A bucket: its start, its end, and the [start, end) of each parameter in it, in elements.
 Bucket = tuple[int, int, list[tuple[int, int]]]
 
 
 def _buckets(params: Sequence[MegatronParameter], group: int, most: int | None, tied: bool) -> list[Bucket]:
-    """The parameters of one buffer, last first, in buckets whose ends are padded; tied embeddings are alone."""
+    """Return the buckets of one buffer, with the parameters in reverse order and padded bucket ends.
+
+    A tied embedding gets a bucket of its own.
+    """
     step = math.lcm(group, BUCKET_ALIGNMENT)
     found: list[Bucket] = []
     start, place = 0, 0
@@ -576,7 +598,7 @@ def _buckets(params: Sequence[MegatronParameter], group: int, most: int | None, 
 
 
 def _real_elements(bucket: Bucket, place: int, group: int) -> int:
-    """Elements of parameters, not padding, in the `place`-th of `group` equal parts of a bucket."""
+    """Return the elements of parameters (not padding) in the `place`-th of `group` equal parts of a bucket."""
     first, last, inside = bucket
     part = (last - first) // group
     low, high = first + place * part, first + (place + 1) * part

@@ -1,4 +1,8 @@
-"""The rollout: its weights, its KV cache, how many sequences run at once, and how long they take."""
+"""The rollout of a plan and its weight sync.
+
+- `Generation`: weights, KV cache, number of concurrent sequences, and seconds of prefill and decoding.
+- `plan_sync`: bytes and seconds of the weight sync, from the reshard plan that a run would make or from estimates.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +31,17 @@ from meshrl.tools.plan.timing import Clock, model_flops
 from meshrl.weights.placement import Placement, RolloutLayout, fsdp2, megatron, replicas, rollout
 from meshrl.weights.planner import MEGABYTE, plan_reshard
 
-# Host work and launches of one decoding step that graphs do not hide, seconds.
+# Seconds of host work and launches in one decoding step that CUDA graphs do not hide.
 STEP_OVERHEAD = 5e-4
-# Products in 8 bits against those in 16, at 256 rows of Qwen3-1.7B on an H200 (at 16,384: 1.7).
+# Speed of FP8 matmuls relative to 16-bit matmuls, at 256 rows of Qwen3-1.7B on an H200 (at 16,384 rows: 1.7).
 PRODUCTS_8 = 1.5
-# Engines with memory and weights of their own, beside torch's.
+# Engines that keep their own memory and weights, separate from the trainer's.
 EXTERNAL = ("vllm", "sglang")
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One rollout: `replicas` of `ranks` ranks each, on the trainer's devices or on its own."""
+    """The rollout of a run: `replicas` of `ranks` ranks each, colocated with the trainer or on separate devices."""
 
     config: PPOConfig
     model: PlannedModel
@@ -50,7 +54,7 @@ class Generation:
 
     @property
     def is_apart(self) -> bool:
-        """Whether the rollout has devices of its own."""
+        """True if the rollout is disaggregated, on devices of its own."""
         return not self.config.actor_rollout_ref.hybrid_engine
 
     @property
@@ -61,7 +65,7 @@ class Generation:
 
     @property
     def ranks(self) -> int:
-        """Ranks of one replica."""
+        """The number of ranks of one replica."""
         return min(self.world_size, self.rollout.replica_size)
 
     @property
@@ -74,7 +78,7 @@ class Generation:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether the embedded rollout generates with the trainer's own module."""
+        """True if the embedded rollout generates with the trainer's own module."""
         actor = self.actor
         return (
             self.rollout.name == "embedded"
@@ -89,7 +93,7 @@ class Generation:
 
     @cached_property
     def layout(self) -> RolloutLayout:
-        """How a replica's ranks hold the model."""
+        """The rollout layout: how the ranks of a replica hold the model."""
         tp = min(self.rollout.tensor_model_parallel_size, self.world_size)
         spreads = self.rollout.expert_parallel_size > 1
         spread = self.ranks if spreads and expert_count(self.model.config) else 0
@@ -97,16 +101,19 @@ class Generation:
 
     @property
     def spreads_alone(self) -> bool:
-        """Whether a replica's ranks hold and compute everything alike, but for the experts."""
+        """True if expert parallelism is the only sharding of a replica.
+
+        The replica's ranks then hold and compute everything alike, except the experts.
+        """
         return self.layout.tp == 1 and self.rollout.expert_parallel_size > 1
 
     def _on_one_rank(self, whole: float, experts: float) -> float:
-        """Of an amount for a replica, `experts` of it for them, what one of its ranks has."""
+        """Return one rank's share of a replica's amount `whole`, of which `experts` belongs to experts."""
         return whole - experts + experts / self.ranks if self.spreads_alone else whole / self.ranks
 
     @cached_property
     def weights(self) -> int:
-        """Bytes of the fullest rank's own copy."""
+        """The bytes of the rollout's own weights on the fullest rank, 0 if it shares the trainer's."""
         if self.shares_weights:
             return 0
         if self.ranks == 1:
@@ -115,7 +122,7 @@ class Generation:
             return int(self._on_one_rank(self.model.num_params, self.model.expert_params)) * self.itemsize
         one = RolloutLayout(self.layout.tp, max(1, self.ranks // self.layout.tp), self.layout.ep)
         if one not in self.model.notes:
-            # Experts are alike, so every rank has as much of them; only what is left needs its placement.
+            # Experts have equal size, so every rank holds the same share. Only the other tensors need their placement.
             tensors = {name: shape for name, shape in self.model.tensors.items() if ".experts." not in name}
             held = rollout(tensors, self.model.config, one).elements_of_ranks()
             self.model.notes[one] = int(held.max()) + self.model.expert_params // (one.ep or one.tp)
@@ -123,7 +130,7 @@ class Generation:
 
     @cached_property
     def copies(self) -> int:
-        """Bytes of the fullest rank's matrices in 8 bits, beside its weights."""
+        """The bytes of the quantized 8-bit matrices on the fullest rank, kept in addition to the weights."""
         if self.rollout.quantization is None:
             return 0
         tensors, tower = self.model.tensors, self.model.tower_tensors
@@ -132,7 +139,7 @@ class Generation:
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """Keys and values of one token on one rank."""
+        """The bytes of KV cache for one token on one rank."""
         config = self.model.config
         if self.model.is_latent:
             return self.model.num_layers * (config.kv_lora_rank + config.qk_rope_head_dim) * self.itemsize
@@ -147,7 +154,11 @@ class Generation:
         return self.rollout.max_model_len or data.max_prompt_length + data.max_response_length
 
     def cache_bytes(self, held: int) -> int:
-        """The KV cache beside `held` bytes of others: a share of what is free (external engines: of all)."""
+        """Return the bytes of the KV cache if other things hold `held` bytes of the device.
+
+        The cache is a share (`gpu_memory_utilization`) of the free memory. External engines count the share of all
+        memory.
+        """
         total = int(self.cluster.hardware.memory_bytes)
         if self.rollout.name == "hf":
             return int(self.rollout.max_num_seqs * self.longest * self.bytes_per_token)
@@ -162,23 +173,29 @@ class Generation:
         return blocks * self.bytes_per_token * CUDA_BLOCK
 
     def smallest_cache(self) -> int:
-        """One sequence of full length must fit."""
+        """Return the bytes of KV cache that one sequence of full length needs."""
         return -(-self.longest // CUDA_BLOCK) * CUDA_BLOCK * self.bytes_per_token
 
     def arriving(self) -> int:
-        """What a new version takes beside the engine on devices of its own: all of it, or two buckets of tensors."""
+        """Return the bytes of a new version's weights beside the engine, on a rollout's own devices.
+
+        External engines hold at most two parts of tensors at a time, every other engine holds the whole version.
+        """
         if not self.is_apart:
             return 0
         return self.two_parts() if self.rollout.name in EXTERNAL else self.weights
 
     def two_parts(self) -> int:
-        """What whole tensors take, half a bucket at a time, on their way into an engine that cuts them itself."""
+        """Return the bytes of whole tensors in transfer to an external engine, which shards them itself.
+
+        Two parts of half a bucket each are held at a time.
+        """
         bucket = self.rollout.update_weights_bucket_megabytes * MEGABYTE
         largest = max((param.numel() for param in self.model.modules.parameters()), default=0) * self.itemsize
         return min(self.model.num_params * self.itemsize, max(bucket, 2 * largest))
 
     def workspace(self) -> int:
-        """One engine step's hidden states and the logits of its last tokens."""
+        """Return the bytes of one engine step's hidden states and of the logits of its last tokens."""
         hidden = int(self.model.config.hidden_size)
         tokens, rows = self.rollout.max_num_batched_tokens, self.rollout.max_num_seqs
         tp = self.rollout.tensor_model_parallel_size
@@ -186,9 +203,12 @@ class Generation:
         return tokens * wide * self.itemsize + rows * int(self.model.config.vocab_size) * (4 + self.itemsize)
 
     def seconds(self, lengths: Lengths, cache: int, clock: Clock) -> tuple[float, float, int]:
-        """Seconds of prefill and of decoding on the busiest replica, and how many sequences run at once."""
+        """Return the seconds of prefill and of decoding, and the number of concurrent sequences.
+
+        The times are those of the first replica, which has at least as many samples as any other.
+        """
         part = lengths.part(0, self.replicas, len(lengths.prompts))
-        # Inside of a replica, data-parallel ranks have sequences of their own.
+        # Data-parallel ranks inside a replica decode separate sequences.
         groups = max(1, self.ranks // max(self.layout.tp, self.rollout.expert_parallel_size))
         mean = float(part.totals.mean())
         fit = int(cache // max(1, self.bytes_per_token) // mean) if cache else 1
@@ -198,17 +218,17 @@ class Generation:
         prompts = part.prompts if not self.rollout.enable_prefix_caching else part.prompts[:: self.rollout.n]
         products, attention = flops.forward(prompts.sum(), len(part.prompts), float((prompts**2.0).sum()))
         peak = hardware.flops(8 * self.itemsize)
-        experts = self._expert_flops()  # of a token
+        experts = self._expert_flops()  # for one token
         rate = peak * rates.products * (PRODUCTS_8 if self.copies else 1.0)
         prefill = self._on_one_rank(products, experts * prompts.sum()) / rate
         prefill += self._on_one_rank(attention, 0.0) / (peak * rates.ragged_attention)
         active, context = _decoding(part.responses, part.prompts, at_once * groups)
         weights = self.weights or self.model.num_params * self.itemsize
-        weights -= self.model.tower_params * self.itemsize  # which decoding does not read
-        weights -= self.copies * (self.itemsize - 1)  # of these the copy is read
+        weights -= self.model.tower_params * self.itemsize  # decoding does not read the vision tower
+        weights -= self.copies * (self.itemsize - 1)  # the 8-bit copy is read instead
         read = (weights + context / groups * self.bytes_per_token) / (hardware.memory_gbs * 1e9 * rates.decode)
         busy = active * self._on_one_rank(flops.token + flops.target, experts) / rate
-        # Cut matrices are put together twice a layer, spread experts once.
+        # Tensor parallelism needs two collectives a layer, expert parallelism one.
         calls = self.model.num_layers * (2 if self.rollout.tensor_model_parallel_size > 1 else self.spreads_alone)
         decode = float(np.maximum(read, busy).sum()) + len(active) * (
             STEP_OVERHEAD + calls * hardware.latency_us * 1e-6
@@ -216,14 +236,14 @@ class Generation:
         return prefill, decode, at_once
 
     def _expert_flops(self) -> float:
-        """A token's products in the experts that it visits."""
+        """Return the floating-point operations of one token in the experts that it visits."""
         experts = expert_count(self.model.config)
         visited = self.model.config.num_experts_per_tok / experts if experts else 0.0
         return 2.0 * visited * self.model.expert_params
 
 
 def _decoding(responses: np.ndarray, prompts: np.ndarray, slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """For every decoding step of a replica: running sequences, and tokens in their contexts."""
+    """Return, for every decoding step of a replica, the running sequences and the tokens in their contexts."""
     free = [0] * slots
     starts = np.zeros(len(responses), np.int64)
     for number, length in enumerate(responses.tolist()):
@@ -236,20 +256,20 @@ def _decoding(responses: np.ndarray, prompts: np.ndarray, slots: int) -> tuple[n
     np.add.at(growth, starts, prompts)
     np.add.at(growth, starts + responses, -(prompts + responses))
     active = change.cumsum()
-    # Every running sequence grows by a token a step; what it has grown by is taken off again when it ends.
+    # Every running sequence grows by a token a step. When it ends, its growth is subtracted again.
     context = (growth + np.concatenate([[0.0], active[:-1]])).cumsum()
     return active[:steps], context[:steps]
 
 
-# The weight sync: bytes by the very plan that a run would make, or of a stream of whole tensors.
+# ---- weight sync
 
-# Rectangles of a placement beyond which a plan of all ranks would take too long; then its lower bound is told.
+# Slices of a placement beyond which planning all ranks would take too long. Then a lower bound is given instead.
 MOST_SLICES = 400_000
 
 
 @dataclass(frozen=True)
 class Sync:
-    """What the busiest rank moves, in bytes and seconds, and which way the weights go."""
+    """The weight sync: the path of the weights, and the bytes and seconds of the busiest rank."""
 
     way: str
     sent: int
@@ -260,7 +280,11 @@ class Sync:
 
 
 def plan_sync(generation: Generation, clock: Clock, quick: bool = False) -> Sync:
-    """From the actor's layout to the rollout's; `quick` tells no more than what a rank must receive at least."""
+    """Plan the weight sync from the actor's layout to the rollout's.
+
+    With `quick`, no reshard plan is made for a sync that needs one. The result is then the bytes that a rank must
+    receive at least.
+    """
     actor, model = generation.actor, generation.model
     bucket = generation.rollout.update_weights_bucket_megabytes * MEGABYTE
     if generation.shares_weights:
@@ -283,7 +307,7 @@ def plan_sync(generation: Generation, clock: Clock, quick: bool = False) -> Sync
         received = generation.weights
         return _timed("too many parts to plan here: at least", received, received, 0, 2 * bucket, generation, clock)
     target, step = rollout(model.tensors, model.config, layout), 1
-    if generation.rollout.is_elsewhere:  # of a replica's ranks the first takes whole tensors for its engine
+    if generation.rollout.is_elsewhere:  # the first rank of each replica receives whole tensors for its engine
         step = generation.ranks
         target = replicas(model.tensors, layout.world_size // step)
     start = source.world_size if generation.is_apart else 0
@@ -295,7 +319,7 @@ def plan_sync(generation: Generation, clock: Clock, quick: bool = False) -> Sync
         destination_ranks=range(start, start + layout.world_size, step),
     )
     sent, received, copied = (int(column.max()) for column in (plan.sent(), plan.received(), plan.copied()))
-    if generation.is_apart or is_external:  # what arrives beside the engine is taken over by it
+    if generation.is_apart or is_external:  # the engine copies the weights that arrive beside it
         copied += generation.weights
     buffers = 4 * min(plan.slot_bytes, int(plan.message_bytes.max(initial=0)))
     if is_external and not generation.is_apart:
@@ -305,7 +329,7 @@ def plan_sync(generation: Generation, clock: Clock, quick: bool = False) -> Sync
 
 
 def _source(generation: Generation, most: int) -> Placement | None:
-    """Where the actor's weights lie; None if that takes more than about `most` slices to say."""
+    """Return the placement of the actor's weights, or None if it needs more than about `most` slices."""
     actor, config = generation.actor, generation.model.config
     if actor.is_megatron:
         ranks = ranks_of(actor.engine.megatron, 0, actor.world_size)
@@ -325,7 +349,10 @@ def _source(generation: Generation, most: int) -> Placement | None:
 
 
 def _count_slices(config: Any, ranks: ParallelRanks, padded_vocab: int) -> int:
-    """How many slices all ranks hold, counted on one rank of each pipeline stage: its other ranks hold as many."""
+    """Return the number of slices on all ranks.
+
+    Only one rank of each pipeline stage is examined, because the stage's other ranks hold equally many.
+    """
     there = [ranks.at(rank) for rank in range(ranks.world_size)]
     one_each = {each.pp_rank: each for each in there}
     counts = {stage: len(describe(config, each, vocab_size=padded_vocab)) for stage, each in one_each.items()}

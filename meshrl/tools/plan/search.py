@@ -1,4 +1,8 @@
-"""Other layouts for the same recipe: the nearest change that fits, and the fastest ones of all."""
+"""The search for other layouts of a recipe, and the rendering of plans.
+
+- `nearest_fit`: the mildest change of the recipe that fits. `search`: the fastest layouts that fit.
+- `plan_lines`, `plan_json` and others: a plan, a change or a search as text or JSON.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ MEGATRON_KEYS = {
     "etp": "expert_tensor_parallel_size",
 }
 LAYOUT = "pipeline_model_parallel_layout"
-# A search ends after this long, with what it has.
+# A search ends after this many seconds, with the layouts found so far.
 SEARCH_SECONDS = 60.0
 Settings = dict[str, Any]
 Config = PPOConfig | SupervisedConfig
@@ -45,7 +49,7 @@ MakePlan = Callable[[Any], Plan]
 
 @dataclass(frozen=True)
 class Names:
-    """Where a kind of config has what a search changes."""
+    """The names of the keys that a search changes, for one kind of config."""
 
     engine: str
     checkpointing: str
@@ -69,24 +73,24 @@ SUPERVISED = Names("engine", "model.enable_gradient_checkpointing", "data.max_to
 
 
 def names_of(config: Config) -> Names:
-    """The names in a config of this kind."""
+    """Return the key names for this kind of config."""
     return SUPERVISED if isinstance(config, SupervisedConfig) else RL
 
 
 def engine_of(config: Config) -> EngineConfig:
-    """How the model that learns is sharded."""
+    """Return the engine config of the model that learns."""
     return config.engine if isinstance(config, SupervisedConfig) else config.actor_rollout_ref.actor
 
 
 def cuts_by_tokens(config: Config) -> bool:
-    """Whether micro-batches of training have a budget of tokens."""
+    """Return whether training's micro-batches are limited by a number of tokens."""
     if isinstance(config, SupervisedConfig):
         return config.data.micro_batch_size_per_gpu is None
     return config.actor_rollout_ref.actor.use_dynamic_bsz
 
 
 def longest_sample(config: Config) -> int:
-    """Most tokens that a micro-batch must hold: one sample, or what stays together."""
+    """Return the most tokens that a micro-batch must hold: one sample, or the sequences that stay together."""
     if isinstance(config, SupervisedConfig):
         return config.longest_sequence * config.sequences_per_row
     return config.data.max_prompt_length + config.data.max_response_length
@@ -94,14 +98,14 @@ def longest_sample(config: Config) -> int:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Overrides and the plan they make."""
+    """Changed settings, and the plan of the changed config."""
 
     settings: Settings
     plan: Plan
 
     @property
     def overrides(self) -> list[str]:
-        """As the command line takes them; of a section its keys."""
+        """The settings as command-line overrides. A section is given as its keys."""
         words = []
         for name, value in self.settings.items():
             parts = (
@@ -116,7 +120,7 @@ def _word(value: Any) -> str:
 
 
 def changed(config: Config, settings: Settings) -> Config:
-    """A copy with other values; keys that followed a changed one follow it still."""
+    """Return a copy of the config with other values. Keys that followed a changed key still follow it."""
     made = copy.deepcopy(config)
     for name, value in settings.items():
         before = get_value(config, name)
@@ -128,24 +132,30 @@ def changed(config: Config, settings: Settings) -> Config:
 
 
 def problems_of(config: Config, model: PlannedModel) -> list[str]:
-    """What the config's own checks say, with the model's shape in place of its folder."""
+    """Return the problems that the config's own checks find, with the model's shape in place of its folder."""
     fit = fit_problems(model.shape, engine_of(config), names_of(config).engine)
     return [*unsupported(config), *check_config(config, check_files=False), *fit]
 
 
 def tried(config: Config, model: PlannedModel, settings: Settings, known: set[str], make: MakePlan) -> Plan | None:
-    """The plan of a change, or None if the config's checks refuse it (beyond what they said before)."""
+    """Return the plan of a change, or None if the config's checks find problems that are not in `known`.
+
+    None is also returned if the model cannot be sharded into the layout.
+    """
     made = changed(config, settings)
     if any(problem not in known for problem in problems_of(made, model)):
         return None
     try:
         return make(made)
     except ValueError:
-        return None  # a layout that the model cannot be cut into
+        return None  # the model cannot be sharded into this layout
 
 
 def nearest_fit(plan: Plan, make: MakePlan) -> Candidate | None:
-    """The first change that fits, the mildest first; then pairs of them."""
+    """Return the first change that fits, or None.
+
+    Single changes are tried first, the mildest first. Then follow pairs of changes, and all changes together.
+    """
     config, model = plan.config, plan.model
     known = set(problems_of(config, model))
     changes = list(_mild_changes(config, plan))
@@ -165,7 +175,7 @@ def nearest_fit(plan: Plan, make: MakePlan) -> Candidate | None:
 
 
 def _mild_changes(config: Config, plan: Plan) -> Iterator[Settings]:
-    """From what costs nothing to what costs most; only those that change something."""
+    """Yield changes from the cheapest to the costliest, without those that change nothing."""
     engine, names = engine_of(config), names_of(config)
     is_megatron = engine.strategy == "megatron"
     place, own = (names.megatron, engine.megatron) if is_megatron else (names.fsdp, engine.fsdp_config)
@@ -179,7 +189,7 @@ def _mild_changes(config: Config, plan: Plan) -> Iterator[Settings]:
         yield {names.tokens: tokens}
     if any(name.startswith("ref ") for phase in plan.phases for name in phase.memory):
         yield {f"{REF}.fsdp_config.param_offload": True}
-    # Demonstrations have no phase in which the optimizer could rest.
+    # Supervised runs have no phase in which the optimizer could be offloaded.
     if isinstance(config, PPOConfig):
         if not own.optimizer_offload:
             yield {f"{place}.optimizer_offload": True} | ({f"{place}.grad_offload": True} if is_megatron else {})
@@ -225,7 +235,7 @@ def _larger_megatron(engine: EngineConfig, names: Names, plan: Plan) -> Iterator
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has found: the best, and how many of all layouts it had time to look at."""
+    """The result of a search: the best candidates, the number of layouts seen, and the number of all layouts."""
 
     best: list[Candidate]
     seen: int
@@ -233,9 +243,10 @@ class Found:
 
 
 def search(plan: Plan, make: MakePlan, best: int = 10, seconds: float = SEARCH_SECONDS) -> Found:
-    """The fastest layouts that fit and that the config's checks allow, as far as the search comes in its time.
+    """Return the fastest layouts that fit and pass the config's checks, as far as the time limit allows.
 
-    The recipe as it is takes part.
+    The unchanged recipe takes part. Layouts that split a sample's work least are tried first. `seconds` is the time
+    limit.
     """
     config, model = plan.config, plan.model
     known = set(problems_of(config, model))
@@ -257,13 +268,13 @@ def search(plan: Plan, make: MakePlan, best: int = 10, seconds: float = SEARCH_S
 
 
 def _splits(layout: Settings) -> int:
-    """Over how many ranks a layout cuts the work of one sample; few are mostly faster."""
+    """Return a measure of how far a layout splits the work of one sample; layouts with less are mostly faster."""
     names = ("tensor_model", "pipeline_model", "context", "ulysses_sequence", "virtual_pipeline_model")
     return sum((value or 1) - 1 for key, value in layout.items() if any(f"{name}_parallel" in key for name in names))
 
 
 def least_bytes(layout: Settings, plan: Plan) -> float:
-    """What a rank holds of weights and gradients at the least, roughly: layouts far beyond the memory are left out."""
+    """Return a rough lower bound on a rank's bytes of weights and gradients, to skip layouts far beyond the memory."""
     model, world, names = plan.model, plan.cluster.devices, names_of(plan.config)
     if layout[f"{names.engine}.strategy"] != "megatron":
         fsdp = engine_of(plan.config).fsdp_config
@@ -272,7 +283,7 @@ def least_bytes(layout: Settings, plan: Plan) -> float:
         size = torch_dtype(fsdp.model_dtype).itemsize
         trained = sum(p.numel() for p in model.modules.parameters() if p.requires_grad)
         frozen = sum(p.numel() for p in model.modules.parameters() if not p.requires_grad)
-        # Frozen weights of one device are kept in 16 bits, whatever they are loaded in.
+        # A single device keeps frozen weights in 16 bits, in whatever type they are loaded.
         return (3 * size * trained + min(size, 2) * frozen) / world
     sizes = {axis: layout[f"{names.megatron}.{key}"] or 1 for axis, key in MEGATRON_KEYS.items()}
     etp = sizes["etp"] if sizes["ep"] > 1 else sizes["tp"]
@@ -284,7 +295,7 @@ def least_bytes(layout: Settings, plan: Plan) -> float:
 def _first_fit(
     config: Config, model: PlannedModel, layout: Settings, known: set[str], make: MakePlan
 ) -> Candidate | None:
-    """The largest micro-batch that fits, with as little offloading as it needs."""
+    """Return the candidate with the largest micro-batch that fits and the least offloading, or None."""
     names = names_of(config)
     own = get_value(config, names.tokens)
     sizes: Sequence[int | None] = sorted({own, *MICRO_BATCHES}, reverse=True) if cuts_by_tokens(config) else (None,)
@@ -297,7 +308,7 @@ def _first_fit(
             made = tried(config, model, settings, known, make)
             if made is None:
                 if tokens == sizes[0]:
-                    return None  # the layout itself is refused
+                    return None  # the config's checks refuse the layout itself
                 break  # a smaller budget no longer holds the longest sample
             if made.fits:
                 return Candidate(_differing(config, settings), made)
@@ -305,12 +316,12 @@ def _first_fit(
 
 
 def _differing(config: Config, settings: Settings) -> Settings:
-    """Only what is not so already."""
+    """Return the settings whose values differ from the config's."""
     return {name: value for name, value in settings.items() if get_value(config, name) != value}
 
 
 def layout_keys(config: Config) -> list[str]:
-    """The keys that lay the model that learns out."""
+    """Return the keys that determine the layout of the model that learns."""
     names = names_of(config)
     axes = [f"{names.engine}.ulysses_sequence_parallel_size", f"{names.engine}.context_parallel_size"]
     megatron = [f"{names.megatron}.{name}" for name in MEGATRON_KEYS.values()]
@@ -318,7 +329,10 @@ def layout_keys(config: Config) -> list[str]:
 
 
 def layouts(config: Config, model: PlannedModel, cluster: Cluster) -> Iterator[Settings]:
-    """Every way to lay the model that learns out on so many devices, as settings; what cannot divide is left out."""
+    """Yield every layout of the model that learns on the cluster's devices, as settings.
+
+    Layouts whose sizes do not divide devices, heads, layers or experts are left out.
+    """
     heads, _, _ = model.heads()
     world, node, names = cluster.devices, cluster.per_node, names_of(config)
     plain: Settings = {
@@ -360,7 +374,10 @@ def layouts(config: Config, model: PlannedModel, cluster: Cluster) -> Iterator[S
 
 
 def _written(config: Config, model: PlannedModel, pp: int, vpp: int) -> Settings:
-    """The stages written out, where layers do not divide evenly or the recipe has written out others."""
+    """Return the setting with an explicit pipeline layout, or no setting.
+
+    It is needed if layers do not divide evenly, or if the recipe has an explicit layout of its own.
+    """
     given = engine_of(config).megatron.override_transformer_config
     if LAYOUT not in given and model.num_layers % (pp * vpp) == 0:
         return {}
@@ -369,22 +386,25 @@ def _written(config: Config, model: PlannedModel, pp: int, vpp: int) -> Settings
 
 
 def stages_in_letters(layers: int, chunks: int) -> str:
-    """Layers over chunks as evenly as can be; where some get one less, the first and the last are among them."""
+    """Return a pipeline layout string that spreads layers over chunks as evenly as possible.
+
+    If some chunks get one layer less, the first and the last are among them.
+    """
     few, more = divmod(layers, chunks)
     order = sorted(range(chunks), key=lambda chunk: min(chunk, chunks - 1 - chunk), reverse=True)
     counts = [few + (chunk in order[:more]) for chunk in range(chunks)]
     return "E" + "|".join("t" * count for count in counts) + "L"
 
 
-# A plan in words and numbers, and as JSON.
+# ---- a plan as text and as JSON
 
 GIB = 1 << 30
-# The order in which parts of the memory are told; what is not here comes last.
+# The order of memory parts in the table. Other parts follow in alphabetical order.
 ORDER = ("parameters", "gradients", "optimizer", "activations", "logits")
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """The whole plan as text."""
+    """Return the whole plan as lines of text."""
     return [
         *_head(plan),
         "",
@@ -487,7 +507,7 @@ def _verdict(plan: Plan) -> Iterator[str]:
 
 
 def change_lines(candidate: Candidate | None) -> list[str]:
-    """The nearest change that fits."""
+    """Return lines that show the nearest change that fits, or advice if there is none."""
     if candidate is None:
         return ["no single change, no pair of changes and not all of them together fit: use more devices, or --search"]
     plan = candidate.plan
@@ -500,7 +520,7 @@ def change_lines(candidate: Candidate | None) -> list[str]:
 
 
 def search_lines(found: Found) -> list[str]:
-    """The best layouts, the fastest first."""
+    """Return lines that list the best layouts, the fastest first."""
     seen = f"looked at {found.seen} of {found.layouts} layouts"
     if not found.best:
         return [f"{seen}: none fits"]
@@ -513,7 +533,7 @@ def search_lines(found: Found) -> list[str]:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Everything as plain numbers: bytes and seconds."""
+    """Return the plan as plain numbers for JSON, in bytes and seconds."""
     return {
         "model": {"parameters": plan.model.num_params, "source": plan.model.source},
         "devices": {"count": plan.cluster.devices, "per_node": plan.cluster.per_node} | asdict(plan.cluster.hardware),
@@ -549,7 +569,7 @@ def _rollout_json(rollout: RolloutPlan) -> dict[str, Any]:
 
 
 def candidate_json(candidate: Candidate | None) -> dict[str, Any] | None:
-    """A change and what it does."""
+    """Return a candidate's overrides, seconds and bytes for JSON."""
     if candidate is None:
         return None
     plan = candidate.plan

@@ -1,4 +1,8 @@
-"""A whole step of a recipe on a cluster: memory, traffic and seconds of every phase, and whether it fits."""
+"""A whole step of a recipe on a cluster: memory, traffic and seconds of every phase, and whether it fits.
+
+`make_plan` plans an RL step, `make_supervised_plan` a supervised one. `Training` computes the phases of the roles that
+share devices.
+"""
 
 from __future__ import annotations
 
@@ -31,30 +35,30 @@ from meshrl.tools.plan.timing import (
 )
 from meshrl.trainer.rl_trainer import needs_old_log_probs
 
-# The driver's context, communication buffers and what fragmentation wastes: not for tensors.
+# Bytes of a GPU that tensors cannot use: the driver's context, communication buffers and fragmentation.
 RESERVE = 2 << 30
 
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """How a step's samples are generated: bytes of the cache on a rank, and how the weights get there."""
+    """How a step's samples are generated: replicas, KV cache bytes on a rank, and the weight sync."""
 
     name: str
     replicas: int
     at_once: int
     cache_bytes: int
-    smallest_cache: int  # of one sequence of full length
+    smallest_cache: int  # bytes for one sequence of full length
     sync: Sync
 
     @property
     def has_cache(self) -> bool:
-        """Whether at least one sequence of full length can be generated."""
+        """True if the KV cache holds at least one sequence of full length."""
         return self.cache_bytes >= self.smallest_cache
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step of this config will take; `role` is the model that learns. Supervised runs need no rollout."""
+    """The predicted step of a config. `role` is the model that learns. Supervised runs have no rollout."""
 
     config: PPOConfig | SupervisedConfig
     role: Role
@@ -70,7 +74,7 @@ class Plan:
 
     @property
     def capacity(self) -> int:
-        """Bytes of a device that tensors may take."""
+        """The bytes of a device that tensors may use."""
         reserve = 0 if self.cluster.hardware.name == "CPU" else RESERVE
         return int(self.cluster.hardware.memory_bytes) - reserve
 
@@ -84,12 +88,12 @@ class Plan:
 
     @cached_property
     def seconds(self) -> float:
-        """One step, phase after phase, less what passes beside others."""
+        """Seconds of one step: the sum over phases, less the seconds that overlap with other phases."""
         return sum(phase.seconds - phase.beside for phase in self.phases)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all samples, over all devices."""
+        """Tokens of all samples a second, over all devices together."""
         return float(self.lengths.totals.sum()) / self.seconds
 
 
@@ -105,11 +109,11 @@ def make_plan(
     efficiency: Efficiency = EFFICIENCY,
     quick: bool = False,
 ) -> Plan:
-    """Plans one step. The config must have its followers filled and `trainer`'s processes set to the cluster's.
+    """Plan one RL step. The config must be resolved, and `trainer`'s process counts must match the cluster.
 
-    Without a `critic_model` a critic is the policy's, adapters included, and without a `ref_model` a reference is the
-    policy's without them; without a `reward_model` none is counted.
-    `quick` leaves the plan of the weight sync out.
+    Without a `critic_model` the critic is the policy's model, adapters included. Without a `ref_model` the reference is
+    the policy's model without adapters. Without a `reward_model` no reward model is counted. `quick` leaves out the
+    plan of the weight sync.
     """
     roles = {role.name: role for role in roles_of(config, model, critic_model, reward_model, ref_model)}
     return _Planner(config, roles, cluster, lengths, efficiency, quick).plan()
@@ -124,7 +128,7 @@ def make_supervised_plan(
     ref_model: PlannedModel | None = None,
     efficiency: Efficiency = EFFICIENCY,
 ) -> Plan:
-    """Plans one step on demonstrations, pairs or judged answers, see `make_plan`."""
+    """Plan one step on demonstrations, preference pairs or single labelled responses (KTO); see `make_plan`."""
     units, world = SupervisedBatchUnits.from_config(config), config.trainer.world_size
     preferences = config if isinstance(config, PreferenceConfig) else None
     head = "value" if config.trains_scores else "lm"
@@ -141,7 +145,7 @@ def make_supervised_plan(
     phases = []
     if preferences and preferences.has_reference:
         reference = training.answer("reference", roles.get("reference", role), cutting, {})
-        if preferences.is_judged:  # what policy and reference think of answers to other prompts
+        if preferences.is_judged:  # log-probs of policy and reference for responses to other prompts (KTO's baseline)
             own = training.answer("baseline", role, cutting, {})
             phases.append(replace(own, seconds=own.seconds + reference.seconds))
         phases.append(reference)
@@ -150,7 +154,10 @@ def make_supervised_plan(
 
 
 def judge_memory(config: PPOConfig, cluster: Cluster) -> Parts:
-    """What a judge on the workers keeps in every phase, where it is known: external engines take their share of all."""
+    """Return the bytes that a judge on the workers keeps in every phase, if they are known.
+
+    They are known for external engines, which take a fixed share of all device memory.
+    """
     judge = config.reward.judge
     if judge.path is None or judge.engine not in EXTERNAL or judge.has_own_devices:
         return {}
@@ -222,18 +229,21 @@ class _Planner:
         return range(len(self.actor.stages))
 
     def _where(self, role: str, beside: Parts) -> tuple[Training, Parts]:
-        """The devices of a role, and what else is on them."""
+        """Return the devices of a role, and the memory of the rollout on these devices."""
         if role not in self.apart:
             return self.training, beside
         return replace(self.training, roles={role: self.roles[role]}, always={}), {}
 
     def _hidden(self, role: str, phase: Phase, meanwhile: Sequence[Phase]) -> Phase:
-        """A phase of a role that, on devices of its own, works while these run on the policy's."""
+        """Return a phase with the seconds that overlap with the policy's work.
+
+        Only a role on separate devices overlaps, with the phases in `meanwhile`.
+        """
         others = sum(other.seconds for other in meanwhile)
         return replace(phase, beside=min(phase.seconds, others)) if role in self.apart else phase
 
     def _beside(self) -> Parts:
-        """What a rollout on the same devices keeps while the trainer works."""
+        """Return the memory that a colocated rollout keeps while the trainer works."""
         rollout, generation = self.config.actor_rollout_ref.rollout, self.generation
         if generation.is_apart or rollout.free_cache_engine:
             return {}
@@ -246,7 +256,10 @@ class _Planner:
         return Phase("generate", memory, float(seconds), stage=stage)
 
     def _arriving(self) -> int:
-        """On devices of its own a rollout generates while a version comes, with messages on their way."""
+        """Return the bytes of new weights and of messages in flight on a rollout's own devices.
+
+        A disaggregated rollout generates while a new version arrives.
+        """
         return self.generation.arriving() + self.sync.buffers if self.generation.is_apart else 0
 
     def _switch(self) -> Phase:
@@ -259,19 +272,19 @@ class _Planner:
         return Phase("sync", memory, float(self.sync.seconds), stage=stage)
 
 
-# The models of a run at work: bytes, traffic and seconds while one of them trains or answers and the others rest.
+# ---- phases of the roles: one role works while the other roles may be offloaded
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of a step: bytes on the fullest rank by what they are, seconds, and what a rank sends."""
+    """One phase of a step: bytes on the fullest rank by kind, seconds, and the traffic of a rank."""
 
     name: str
     memory: Parts
     seconds: float
     traffic: list[AxisTraffic] = field(default_factory=list)
     stage: int = 0
-    beside: float = 0.0  # how many of its seconds pass while other devices work
+    beside: float = 0.0  # seconds of this phase that overlap with work on other devices
 
     @property
     def total(self) -> int:
@@ -280,8 +293,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class Training:
-    """All roles on the same devices, with the samples of a step. `main` is the role that is told without its name,
-    `always` what others hold there in every phase."""
+    """The roles that share devices, with the samples of a step.
+
+    `main` is the role whose memory parts have no name prefix. `always` is memory that other programs hold in every
+    phase.
+    """
 
     roles: Mapping[str, Role]
     main: str
@@ -293,7 +309,10 @@ class Training:
     # Memory
 
     def held(self, stage: int, awake: str = "", optimizer: bool = False) -> Parts:
-        """What the roles hold on the device while `awake` works (with its `optimizer`) and the others rest."""
+        """Return the bytes that the roles hold on the device while `awake` works and the other roles are offloaded.
+
+        `optimizer` adds the optimizer states and gradients of `awake`.
+        """
         parts = dict(self.always)
         for name, role in self.roles.items():
             states = role.states(min(stage, len(role.stages) - 1))
@@ -313,7 +332,7 @@ class Training:
     # Phases
 
     def answer(self, name: str, role: Role, cutting: Cutting, beside: Parts) -> Phase:
-        """Log-probs or values of all samples."""
+        """Return the phase that computes log-probs or values of all samples."""
         budget = budget_of(role, self.lengths, len(self.lengths.totals), cutting)
         stages = range(len(role.stages))
         parts = [self.held(stage, role.name) | role.forward_parts(budget, stage) | beside for stage in stages]
@@ -324,7 +343,7 @@ class Training:
     def update(
         self, name: str, role: Role, cutting: Cutting, steps: int, samples: int, beside: Parts
     ) -> tuple[Phase, Bubble]:
-        """All optimizer steps on the samples of a step, `samples` in each."""
+        """Return the phase of all `steps` optimizer steps, each on `samples` samples, and its pipeline bubble."""
         budget = budget_of(role, self.lengths, samples, cutting)
         stages = range(len(role.stages))
         parts = [
@@ -349,7 +368,7 @@ class Training:
         mine = work.shared(role.world_size)
         all_of_it = replace(budget, count=budget.count * steps)
         seconds = self.clock.compute(role, mine, trains, all_of_it) / (1.0 - idle)
-        # A tensor-parallel rank takes part in all of its group's tokens, a pipeline stage in all micro-batches.
+        # A tensor-parallel rank works on all tokens of its group, and a pipeline stage on all micro-batches.
         copies = dp_size(role.engine, role.world_size)
         count = budget.count * steps
         tokens = work.tokens / copies / count
@@ -366,7 +385,7 @@ class Training:
         copies = dp_size(role.engine, role.world_size)
         notes, key = role.model.notes, ("bubble", str(role.engine.megatron), cutting, copies, samples, id(self.lengths))
         if key not in notes:
-            # With the lengths themselves: once they were gone, others might get their id.
+            # Keep the lengths alive: after garbage collection, other lengths could get the same id.
             notes[key] = self.lengths, self._replayed(role, budget, samples, cutting)
         return notes[key][1]
 
@@ -392,6 +411,6 @@ class Training:
 
 
 def fullest(parts: Sequence[Parts]) -> tuple[Parts, int]:
-    """Of the pipeline's stages the one that holds most, and its number."""
+    """Return the nonzero parts of the pipeline stage with the most bytes, and the index of that stage."""
     stage = max(range(len(parts)), key=lambda number: sum(parts[number].values()))
     return {name: size for name, size in parts[stage].items() if size}, stage

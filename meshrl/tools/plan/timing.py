@@ -1,7 +1,9 @@
-"""Seconds of each phase: operations, bytes of memory and bytes of links, each at its rate.
+"""Seconds of each phase: floating-point operations, bytes of memory and bytes of links, each divided by its rate.
 
-The rates are the hardware table's times the efficiencies below. These were set once, so that a 1.7B step on an H200 is
-what `docs/performance.md` has measured of it; other rows of that page check them (`benchmarks/plan.py`).
+- `Efficiency`, `Clock`: rates of the hardware table times efficiencies. The efficiencies were set once, so that a
+  1.7B step on an H200 matches `docs/performance.md`. Other rows of that page check them (`benchmarks/plan.py`).
+- `Bubble`: idle share of a pipeline.
+- `AxisTraffic`: bytes that a rank sends over each axis of the mesh.
 """
 
 from __future__ import annotations
@@ -28,33 +30,36 @@ from meshrl.tools.plan.roles import FLOAT, Budget, Role
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What of a data sheet's rate is reached. Measured rates of a device count as what they are."""
+    """The shares of a device's data-sheet rates that are reached, and other constants of the time model."""
 
     products: float = 0.726  # matrix products: 718 of 989 TFLOP/s
-    products_8: float = 1.4  # times that in 8 bits, with the rounding (1.3 to 1.5)
-    attention: float = 0.54  # equal lengths (cuDNN), where sequences are long
-    attention_half: float = 815.0  # the length at which half of that is reached
+    products_8: float = 1.4  # speed-up of FP8 matmuls over 16 bits, quantization included (1.3 to 1.5)
+    attention: float = 0.54  # long sequences of equal lengths (cuDNN)
+    attention_half: float = 815.0  # the length in tokens at which half of `attention` is reached
     ragged_attention: float = 0.18  # packed rows of unequal lengths (FlashAttention 2)
-    memory: float = 0.80  # kernels that read and write
-    sums: float = 0.49  # adding gradients up, a tensor at a time
-    decode: float = 0.56  # a decoding step against the bytes it must read
+    memory: float = 0.80  # memory-bound kernels
+    sums: float = 0.49  # accumulating gradients, a tensor at a time
+    decode: float = 0.56  # a decoding step, by the bytes that it must read
     link: float = 0.75
     host: float = 0.80
-    # Matrix products in Megatron-Core's own layers against ours.
+    # Matmul speed in Megatron-Core's layers relative to meshrl's own layers.
     megatron: float = 0.95
-    # Launches, gaps and what has no name, on top of all that is computed.
+    # Launches, gaps and unaccounted time, as a factor on all computation.
     gaps: float = 1.08
-    # The backward of attention takes this many forwards.
+    # Attention's backward takes this many times its forward.
     attention_backward: float = 2.5
-    # What a compiler leaves of the reads and writes between the products by fusing them.
+    # Share of the reads and writes between matmuls that remains after a compiler has fused operations.
     fused: float = 0.27
-    # Without one, every operation takes this long to start and to end.
+    # Seconds of overhead of every operation, without a compiler.
     operation: float = 4e-6
-    # Thin products against other reads and writes.
+    # Memory rate of thin matmuls relative to other reads and writes.
     thin: float = 0.6
 
     def on(self, measured: bool) -> Efficiency:
-        """Relative to measured rates: a device's own rate of large products is 0.8 of its sheet's, links are as is."""
+        """Return the efficiencies to use with data-sheet rates, or relative to rates measured on the device.
+
+        A measured rate of large matmuls counts as 0.8 of the sheet's. Measured link and memory rates count fully.
+        """
         if not measured:
             return self
         sheet = 0.8
@@ -76,19 +81,22 @@ EFFICIENCY = Efficiency()
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations of a forward: a token, a predicted token, and a pair of tokens that see each other."""
+    """Floating-point operations of a forward: for a token, a predicted token, and a query-key pair."""
 
     token: float
     target: float
     pair: float
 
     def forward(self, tokens: float, targets: float, squares: float) -> tuple[float, float]:
-        """Of products and of attention; `squares` is the sum of the squared lengths."""
+        """Return the operations of matmuls and of attention; `squares` is the sum of the squared lengths."""
         return self.token * tokens + self.target * targets, self.pair * squares / 2
 
 
 def model_flops(model: PlannedModel) -> Flops:
-    """From the shapes of all linear layers; of experts those that a token visits. Counted once a model."""
+    """Return a model's operations, from the shapes of all linear layers and of the experts that a token visits.
+
+    The result is cached on the model.
+    """
     known: Flops | None = model.notes.get("flops")
     if known is None:
         known = model.notes["flops"] = _count_flops(model)
@@ -113,7 +121,7 @@ def _count_flops(model: PlannedModel) -> Flops:
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank computes in one pass over its part of the samples (a phase, or a mini-batch)."""
+    """The amount of work in one pass over samples, in tokens, predicted tokens and squared lengths."""
 
     tokens: float
     targets: float
@@ -122,19 +130,19 @@ class Work:
 
     @staticmethod
     def of(lengths: Lengths) -> Work:
-        """The work of samples with these lengths."""
+        """Return the work of all samples with these lengths."""
         totals = lengths.totals.astype(np.float64)
         ragged = len(set(lengths.totals.tolist())) > 1
         return Work(float(totals.sum()), float(lengths.responses.sum()), float((totals**2).sum()), ragged)
 
     def shared(self, ranks: float) -> Work:
-        """One of several ranks that share it equally."""
+        """Return one rank's part of the work, if `ranks` ranks share it equally."""
         return Work(self.tokens / ranks, self.targets / ranks, self.squares / ranks, self.is_ragged)
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Turns work and traffic into seconds on one kind of device."""
+    """A conversion of work and traffic into seconds on one kind of device."""
 
     cluster: Cluster
     efficiency: Efficiency = EFFICIENCY
@@ -144,16 +152,16 @@ class Clock:
         return self.efficiency.on(self.cluster.hardware.measured)
 
     def compute(self, role: Role, work: Work, trains: bool, budget: Budget) -> float:
-        """Seconds in which one rank that does all of this work computes; logits that are not kept come twice."""
+        """Return the seconds that one rank needs to compute this work. Logits that are not kept are computed twice."""
         hardware, rates = self.cluster.hardware, self.rates
         flops = model_flops(role.model)
         if role.head != "lm":
-            flops = replace(flops, target=0.0)  # one number a token costs nothing beside a vocabulary
+            flops = replace(flops, target=0.0)  # one output a token is negligible compared to a vocabulary
         products, attention = flops.forward(work.tokens, work.targets, work.squares)
         again = trains and role.model_config.enable_gradient_checkpointing
         forwards = 1.0 + again
         if trains:
-            # Frozen weights have no gradient: adapters cost one backward product instead of two.
+            # Frozen weights have no gradient, so with adapters the backward has one matmul instead of two.
             backward = 1.0 if role.model.lora is not None else 2.0
             product_passes, attention_passes = forwards + backward, forwards + rates.attention_backward
         else:
@@ -168,14 +176,14 @@ class Clock:
         if trains and not role.keeps_logits(budget.targets):
             operations += flops.target * work.targets
         if role.engine.rounds and role.engine.use_torch_compile:
-            # Forwards and gradients of inputs; not those of weights, nor the head.
+            # Forwards and input gradients run in FP8. Weight gradients and the head do not.
             in_8_bits = (forwards + trains) * flops.token * work.tokens
             operations -= in_8_bits * (1 - 1 / rates.products_8)
         seconds = operations / (peak * rates.products * slower) + attention_passes * attention / (peak * how)
         return rates.gaps * (seconds + self._between(role, work, trains, budget.count))
 
     def _between(self, role: Role, work: Work, trains: bool, micro_batches: int) -> float:
-        """Norms, rotations, activations and thin products: limited by memory."""
+        """Return the seconds of memory-bound operations: norms, rotary embeddings, activations and thin matmuls."""
         again = trains and role.model_config.enable_gradient_checkpointing
         moved = role.trace.moves(range(role.model.num_layers), work.tokens, trains, again)
         thin = moved.thin / (self._memory * self.rates.thin)
@@ -184,7 +192,10 @@ class Clock:
         return moved.between / self._memory + thin + micro_batches * moved.operations * self.rates.operation
 
     def optimizer(self, role: Role, stage: int = 0) -> float:
-        """One optimizer step: states are read and written, gradients read twice (their norm comes first)."""
+        """Return the seconds of one optimizer step.
+
+        States are read and written. Gradients are read twice, because their norm comes first.
+        """
         states = role.states(stage)
         seconds = (2 * states.params + 2 * states.grads + 2 * states.optimizer) / self._memory
         if role.rests[1]:
@@ -192,7 +203,7 @@ class Clock:
         return seconds
 
     def accumulate(self, role: Role, micro_batches: int) -> float:
-        """Adding up gradients of several micro-batches."""
+        """Return the seconds of accumulating the gradients of `micro_batches` micro-batches."""
         rate = self.cluster.hardware.memory_gbs * 1e9 * self.rates.sums
         return micro_batches * 2.5 * role.states().grads / rate if role.trains else 0.0
 
@@ -201,26 +212,26 @@ class Clock:
         return self.cluster.hardware.memory_gbs * 1e9 * self.rates.memory
 
     def wire(self, traffic: AxisTraffic) -> float:
-        """Seconds on the axis's slowest link."""
+        """Return the seconds of traffic on the axis's slowest link, latency included."""
         link = self.cluster.hardware.link(traffic.crosses_nodes) * self.rates.link
         return traffic.sent / link + traffic.calls * self.cluster.hardware.latency_us * 1e-6
 
     def exposed(self, traffic: Sequence[AxisTraffic], compute: float) -> float:
-        """Seconds of traffic that computation does not hide."""
+        """Return the seconds of traffic that `compute` seconds of computation do not hide."""
         beside = sum(self.wire(t) for t in traffic if t.hidden)
         return sum(self.wire(t) for t in traffic if not t.hidden) + max(0.0, beside - compute)
 
 
 @dataclass(frozen=True)
 class Bubble:
-    """The idle share of a pipeline: by the formula for equal micro-batches, and replayed with these lengths."""
+    """The idle share of a pipeline: by the formula for equal micro-batches, and replayed with the actual lengths."""
 
     formula: float
     replayed: float
 
 
 def pipeline_bubble(role: Role, budget: Budget, works: Sequence[float]) -> Bubble:
-    """Of one mini-batch; `works` are the forward times of its micro-batches, in any unit."""
+    """Return the bubble of one mini-batch; `works` are the forward times of its micro-batches, in any unit."""
     pp, vpp = len(role.stages), len(role.stages[0])
     if pp == 1:
         return Bubble(0.0, 0.0)
@@ -239,7 +250,7 @@ def pipeline_bubble(role: Role, budget: Budget, works: Sequence[float]) -> Bubbl
 
 
 def _order(stage: int, pp: int, vpp: int, count: int) -> list[Span]:
-    """The order in which a stage works: one forward, one backward, after a warm-up that fills the pipeline."""
+    """Return the order of a stage's work: a warm-up that fills the pipeline, then one forward, one backward (1F1B)."""
     if vpp == 1:
         forwards = [(0, micro) for micro in range(count)]
         backwards = list(forwards)
@@ -257,15 +268,15 @@ def _order(stage: int, pp: int, vpp: int, count: int) -> list[Span]:
     return made
 
 
-# Bytes that a rank sends over each axis of the mesh, from sizes alone.
+# ---- bytes that a rank sends over each axis of the mesh, from sizes alone
 #
-# A ring collective over n ranks sends (n - 1) / n of the whole buffer from every rank (all-gather, reduce-scatter), an
-# all-reduce twice that, an all-to-all (n - 1) / n of what a rank holds.
+# In a ring all-gather or reduce-scatter over n ranks, every rank sends (n - 1) / n of the whole buffer. An all-reduce
+# sends twice as much. An all-to-all sends (n - 1) / n of the bytes that a rank holds.
 
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """What one rank sends along an axis, in so many calls; `hidden` may run beside the computation."""
+    """The bytes that one rank sends along an axis in `calls` calls. `hidden` traffic may overlap with computation."""
 
     axis: str
     ranks: int
@@ -275,7 +286,7 @@ class AxisTraffic:
     hidden: bool = False
 
     def times(self, factor: float) -> AxisTraffic:
-        """The same so many times."""
+        """Return the traffic with bytes and calls multiplied by `factor`."""
         calls = int(self.calls * factor)
         return AxisTraffic(self.axis, self.ranks, self.sent * factor, calls, self.crosses_nodes, self.hidden)
 
@@ -285,15 +296,18 @@ def _ring(size: int) -> float:
 
 
 def pass_traffic(role: Role, tokens: int, trains: bool, cluster: Cluster) -> list[AxisTraffic]:
-    """One micro-batch forward, and with `trains` backward, on one rank; `tokens` are its own."""
+    """Return one rank's traffic for a micro-batch: the forward, and with `trains` the backward.
+
+    `tokens` are the tokens on this rank.
+    """
     found = _megatron_pass(role, tokens, trains) if role.is_megatron else _fsdp_pass(role, tokens, trains)
     return [_placed(traffic, role, cluster) for traffic in found if traffic.ranks > 1 and traffic.sent > 0]
 
 
 def step_traffic(role: Role, cluster: Cluster) -> list[AxisTraffic]:
-    """One optimizer step: what is not done for every micro-batch."""
+    """Return the traffic of one optimizer step that does not recur for every micro-batch."""
     if not role.is_megatron:
-        return []  # FSDP reduces after every micro-batch
+        return []  # FSDP reduces gradients after every micro-batch
     ranks = ranks_of(role.engine.megatron, 0, role.world_size)
     states, megatron = role.states(), role.engine.megatron
     size, copies = torch_dtype(megatron.dtype).itemsize, ranks.dp * ranks.cp
@@ -327,7 +341,10 @@ def _fsdp_pass(role: Role, tokens: int, trains: bool) -> list[AxisTraffic]:
 
 
 def _sequence_pass(role: Role, tokens: int, trains: bool, cp: int, sp: int) -> list[AxisTraffic]:
-    """Ulysses and ring attention of all layers; with checkpointing the forward runs twice."""
+    """Return the traffic of Ulysses and ring attention in all layers.
+
+    With gradient checkpointing the forward runs twice.
+    """
     heads, kv_heads, dim = role.model.heads()
     size, layers = role.dtype.itemsize, role.model.num_layers
     forwards = 1 + (trains and role.model_config.enable_gradient_checkpointing)
@@ -347,7 +364,7 @@ def _megatron_pass(role: Role, tokens: int, trains: bool) -> list[AxisTraffic]:
     config, size = role.model.config, role.dtype.itemsize
     hidden = tokens * int(config.hidden_size) * size
     forwards = 1 + (trains and role.model_config.enable_gradient_checkpointing)
-    # A stage's share of the layers; two cut products (attention, MLP) in each, gathered before and reduced behind.
+    # The largest stage's layers. Each has two sharded blocks (attention, MLP), gathered before and reduced after.
     layers = max(sum(len(chunk) for chunk in stage) for stage in role.stages)
     regathers = 2 if role.engine.megatron.sequence_parallel else 0
     calls = layers * (4 * forwards + ((4 + regathers) if trains else 0))
@@ -369,7 +386,7 @@ def _megatron_pass(role: Role, tokens: int, trains: bool) -> list[AxisTraffic]:
 
 
 def _placed(traffic: AxisTraffic, role: Role, cluster: Cluster) -> AxisTraffic:
-    """With whether the axis's groups reach over several machines."""
+    """Return the traffic with its flag for whether the axis's groups span several machines."""
     if role.is_megatron:
         ranks = ranks_of(role.engine.megatron, 0, role.world_size)
         names = {"dp": ("dp", "cp"), "ep": ("ep",)}.get(traffic.axis, (traffic.axis,))

@@ -1,8 +1,12 @@
-"""What one decoder layer keeps for its backward pass and needs for a moment: its real forward and backward, metered.
+"""Metering of a decoder layer: the bytes that its forward and backward keep, need temporarily, and move.
 
-The layer runs on the meta device, where tensors have sizes and no memory, with the recipe's tokens, types, attention,
-checkpointing and compiler. A `Meter` sees every tensor come and go, so sharing, views and what autograd frees early are
-counted as they are. Two layers run one after the other; the difference between them is what each further one keeps.
+A layer runs its real forward and backward on the meta device, where tensors have sizes and no memory. The run uses the
+recipe's tokens, types, attention, checkpointing and compiler.
+
+- `trace_layer`: bytes of memory. A `Meter` sees every tensor come and go, so sharing, views and early frees by
+  autograd are counted correctly. Two layers run in sequence; their difference is the cost of each further layer.
+- `trace_model`: the distinct layers of a model as one rank runs them, each metered once.
+- `trace_moves`: bytes that the layer's operations read and write.
 """
 
 from __future__ import annotations
@@ -27,19 +31,22 @@ from meshrl.tools.plan.models import PlannedModel
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """Bytes of one layer on one rank."""
+    """The memory of one layer on one rank, in bytes."""
 
-    kept: int  # from forward to backward
-    forward: int  # at most during a forward without gradients, beyond the input
-    backward: int  # at most during the backward, beyond what all layers keep
+    kept: int  # held from forward to backward
+    forward: int  # peak of a forward without gradients, beyond the input
+    backward: int  # peak of the backward, beyond the bytes that all layers keep
 
     def scaled(self, factor: float) -> LayerTrace:
-        """The same for another number of tokens."""
+        """Return the trace for a number of tokens that differs by `factor`."""
         return LayerTrace(*(int(value * factor) for value in (self.kept, self.forward, self.backward)))
 
 
 class Meter(TorchDispatchMode):
-    """Counts the bytes of all memory that is taken inside and not given back yet; `share` may count a tensor less."""
+    """A dispatch mode that counts the bytes of storages that are allocated inside it and not freed yet.
+
+    `share` returns the fraction of a tensor's bytes to count.
+    """
 
     def __init__(self, share: Callable[[Tensor], float] = lambda tensor: 1.0) -> None:
         super().__init__()
@@ -49,11 +56,11 @@ class Meter(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled inside."""
+        """Return True, so that torch.compile still compiles inside this mode."""
         return True
 
     def ignore(self, tensors: Iterator[Tensor]) -> None:
-        """Memory that was there before."""
+        """Exclude the storages of tensors that existed before."""
         for tensor in tensors:
             self._held[tensor.untyped_storage()._cdata] = 0
 
@@ -83,7 +90,10 @@ class Meter(TorchDispatchMode):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """The memory of a fused attention kernel: it keeps queries, keys, values, its output and a log-sum a query."""
+    """A stand-in for a fused attention kernel that allocates the same memory.
+
+    It saves queries, keys, values, the output and one log-sum-exp per query and head.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -100,25 +110,28 @@ class _FusedAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class MeteredAttention:
-    """An attention context that takes the memory of the real one; with `sp` ranks that trade tokens for heads."""
+    """An attention context that allocates the memory of the real one and computes nothing.
+
+    With `sp` > 1 it includes the buffers of Ulysses, whose ranks exchange tokens for heads.
+    """
 
     sp: int = 1
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        """See `AttentionContext`."""
+        """Return a tensor with the shape of the attention's output; see `AttentionContext` for the arguments."""
         if self.sp == 1:
             return _FusedAttention.apply(query, key, value)
         copies = kv_copies(key.shape[1], self.sp)
         if copies > 1:
             key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
-        # All heads of own tokens, or own heads of all tokens: as many bytes, in memory of their own.
+        # All heads of this rank's tokens, or this rank's heads of all tokens: equal size, but separate tensors.
         return _FusedAttention.apply(query.clone(), key.clone(), value.clone()).clone()
 
 
 class EvenExperts(nn.Module):
-    """Stands in for a layer's experts: as many rows as routing makes, evenly spread, through an expert's products."""
+    """A stand-in for a layer's experts: the routed rows, spread evenly over ranks, go through one expert's matmuls."""
 
     def __init__(self, hidden: int, width: int, rows_per_token: float, act: Callable[[Tensor], Tensor]):
         super().__init__()
@@ -137,7 +150,7 @@ class EvenExperts(nn.Module):
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """How a layer is run. Under tensor parallelism the layer given is a rank's part of one."""
+    """The settings of a metered layer run. With tensor parallelism the layer is already one rank's part."""
 
     tokens: int
     dtype: torch.dtype
@@ -145,12 +158,12 @@ class LayerSettings:
     compiled: bool = False
     memory_budget: float = 1.0
     sp: int = 1
-    # Tensor-parallel ranks that share what lies between the cut products (sequence parallelism).
+    # Number of tensor-parallel ranks that split the activations between the sharded matmuls (sequence parallelism).
     shared_by: int = 1
 
 
 def trace_layer(model: Any, number: int, settings: LayerSettings) -> LayerTrace:
-    """Meters layer `number` of a model on the meta device."""
+    """Meter the memory of layer `number` of a model on the meta device."""
     layer = model.base_model.layers[number]
     layer.to(settings.dtype).train()
     run = layer_call(model, layer, settings)
@@ -167,7 +180,7 @@ def trace_layer(model: Any, number: int, settings: LayerSettings) -> LayerTrace:
 
 
 def trace_norm(model: Any, settings: LayerSettings) -> LayerTrace:
-    """The last norm, as if it were a layer."""
+    """Meter the last norm as if it were a layer."""
     norm = model.base_model.norm
     norm.to(settings.dtype)
     settings = replace(settings, checkpointing=False)
@@ -176,7 +189,10 @@ def trace_norm(model: Any, settings: LayerSettings) -> LayerTrace:
 
 
 def layer_call(model: Any, layer: nn.Module, settings: LayerSettings) -> Callable[[Tensor], Tensor]:
-    """A layer's forward of hidden states, with positions and attention that take memory and compute nothing."""
+    """Return the forward of a layer over hidden states `[1, T, hidden]`.
+
+    Positions are zeros, and attention takes memory without computing.
+    """
     meta = torch.device("meta")
     positions = torch.zeros(1, settings.tokens, dtype=torch.long, device=meta)
     hidden = torch.empty(1, settings.tokens, model.config.hidden_size, dtype=settings.dtype, device=meta)
@@ -202,13 +218,16 @@ def layer_call(model: Any, layer: nn.Module, settings: LayerSettings) -> Callabl
 def _train(
     run: Callable[[Tensor], Tensor], module: nn.Module, settings: LayerSettings, share: Callable[[Tensor], float]
 ) -> tuple[int, int]:
-    """Bytes that a further layer keeps, and the most that a backward needs beyond."""
+    """Return the bytes that one more layer keeps, and the peak bytes of the backward.
+
+    The peak does not include the bytes that all layers keep.
+    """
     width = getattr(module, "hidden_size", None) or _width(module)
     first = torch.empty(1, settings.tokens, width, dtype=settings.dtype, device="meta", requires_grad=True)
-    # Gradients of weights are taken as soon as they are there: what they add to belongs to the states.
+    # Weight gradients are dropped as soon as they exist, because the states count the gradients' memory.
     hooks = [p.register_post_accumulate_grad_hook(_drop) for p in module.parameters() if p.requires_grad]
     try:
-        run(first)  # compiles
+        run(first)  # compile before metering
         meter = Meter(share)
         with meter:
             meter.ignore(iter((first, *module.parameters(), *module.buffers())))
@@ -248,7 +267,10 @@ def _width(module: nn.Module) -> int:
 
 @contextmanager
 def compiled_layer(layer: nn.Module, settings: LayerSettings) -> Iterator[None]:
-    """Inside, the layer runs as torch.compile cuts it, up to the code generator: what it keeps is what it will keep."""
+    """Inside, run the layer as torch.compile partitions it, so that it saves the same tensors.
+
+    The code generator is not run.
+    """
     if not settings.compiled:
         yield
         return
@@ -260,7 +282,7 @@ def compiled_layer(layer: nn.Module, settings: LayerSettings) -> Iterator[None]:
         return make_boxed_func(graph)
 
     backend = aot_autograd(fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=min_cut_rematerialization_partition)
-    # Other layers of the same class were compiled before, and there is a limit to how often.
+    # Earlier layers of the same class count against dynamo's recompile limit.
     torch._dynamo.reset()
     original = layer.forward
     budget = torch._functorch.config.activation_memory_budget
@@ -273,46 +295,49 @@ def compiled_layer(layer: nn.Module, settings: LayerSettings) -> Iterator[None]:
         torch._functorch.config.activation_memory_budget = budget
 
 
-# The distinct layers of a model as one rank runs them, each metered once: dense or with experts, cut or whole.
+# ---- distinct layers of a model
 
-# Bytes grow in proportion to the tokens: a trace of so many serves all numbers of tokens.
+# Bytes are proportional to tokens, so one trace at this many tokens is scaled to any number of tokens.
 TRACED_TOKENS = 4096
 
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """What the layers and the last norm of a rank take, for each number of tokens asked for."""
+    """The metered dense layer, sparse layer and last norm of one rank, scaled to any number of tokens."""
 
     dense: LayerTrace | None
     sparse: LayerTrace | None
     norm: LayerTrace
     is_sparse: tuple[bool, ...]
-    moved: dict[bool, LayerMoves]  # of a dense and of a sparse layer
+    moved: dict[bool, LayerMoves]  # key: False for a dense layer, True for a sparse layer
 
     def of_layer(self, layer: int, tokens: int) -> LayerTrace:
-        """One layer at so many tokens."""
+        """Return one layer's trace, scaled to `tokens`."""
         trace = self.sparse if self.is_sparse[layer] else self.dense
         assert trace is not None
         return trace.scaled(tokens / TRACED_TOKENS)
 
     def kept(self, layers: Sequence[int], tokens: int) -> int:
-        """Bytes that these layers keep for their backward passes."""
+        """Return the bytes that these layers keep for their backward passes."""
         return sum(self.of_layer(layer, tokens).kept for layer in layers)
 
     def moves(self, layers: Sequence[int], tokens: float, trains: bool, again: bool) -> Moved:
-        """What these layers move for so many tokens; see `LayerMoves.of_pass`."""
+        """Return the bytes that these layers move for `tokens` tokens; see `LayerMoves.of_pass` for the flags."""
         found = [self.moved[self.is_sparse[layer]].of_pass(trains, again) for layer in layers]
         return sum(found, Moved()).times(tokens / TRACED_TOKENS)
 
     def widest(self, layers: Sequence[int], tokens: int) -> LayerTrace:
-        """The most that any of these layers takes, for each kind of bytes."""
+        """Return the maximum over these layers for each field of the trace."""
         traces = [self.of_layer(layer, tokens) for layer in layers] or [LayerTrace(0, 0, 0)]
         return LayerTrace(max(t.kept for t in traces), max(t.forward for t in traces), max(t.backward for t in traces))
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Over how many ranks a layer's products are cut, and how much of what lies between them is shared."""
+    """The tensor-parallel sharding of a layer's matmuls and activations.
+
+    `tp` ranks share the dense matmuls and `etp` ranks the expert matmuls. `shares_sequence` is sequence parallelism.
+    """
 
     tp: int = 1
     etp: int = 1
@@ -320,7 +345,7 @@ class Cut:
 
 
 def trace_model(model: PlannedModel, settings: LayerSettings, cut: Cut | None = None) -> ModelTrace:
-    """Meters one layer of each kind, once a model; `settings.tokens` is replaced, see `ModelTrace`."""
+    """Meter one layer of each kind, cached on the model. `settings.tokens` is replaced by `TRACED_TOKENS`."""
     key = (settings, cut or Cut())
     if key not in model.notes:
         model.notes[key] = _trace(model, *key)
@@ -339,7 +364,7 @@ def _trace(model: PlannedModel, settings: LayerSettings, cut: Cut) -> ModelTrace
 
 
 def small_model(model: PlannedModel, layers: int, cut: Cut) -> Any:
-    """The first layers of a model, a tensor-parallel rank's part of each, with stand-ins for its experts."""
+    """Return a model of the first layers, each one a tensor-parallel rank's part, with stand-ins for its experts."""
     fields = model.config.to_dict()
     fields["num_hidden_layers"] = layers
     if fields.get("layer_types"):
@@ -363,7 +388,11 @@ def small_model(model: PlannedModel, layers: int, cut: Cut) -> Any:
 
 
 def _spread_experts(modules: Any, config: Any, cut: Cut) -> None:
-    """Every routed row goes to some rank; evenly, each gets as many as its own tokens make (times etp)."""
+    """Replace experts by stand-ins for an even load.
+
+    Every routed row goes to some rank. If the load is even, a rank receives as many rows as its own tokens make, times
+    `etp`.
+    """
     rows = config.num_experts_per_tok * cut.etp / (cut.tp if cut.shares_sequence else 1)
     for layer in modules.base_model.layers:
         for owner in list(layer.modules()):
@@ -374,28 +403,28 @@ def _spread_experts(modules: Any, config: Any, cut: Cut) -> None:
                     owner.experts = EvenExperts(config.hidden_size, inner, rows, nn.functional.silu)
 
 
-# The bytes that a layer's operations read and write, counted by running it on the meta device, one by one.
+# ---- bytes that a layer's operations read and write
 #
-# Matrix products are left to their operations, but for those so thin that memory limits them, such as adapters'. A
-# compiler fuses neighbours of the rest: `timing.Efficiency.fused` says what is left of them.
+# Matmuls are timed by their floating-point operations, except thin ones, such as adapters', which memory limits. A
+# compiler fuses neighbours of the other operations: `timing.Efficiency.fused` is the share of their bytes that remains.
 
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
-# Only memory is taken, nothing is moved.
+# Operations that only allocate memory or make a view.
 FREE = ("empty", "empty_like", "new_empty", "empty_strided", "detach")
-# A product with fewer rows, columns or terms than this is limited by memory.
+# A matmul with fewer rows, columns or inner elements than this is limited by memory.
 THIN = 256
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Of one layer: bytes of what lies between the products and of thin products, and how many operations there are."""
+    """Bytes that a layer moves between its matmuls, bytes of thin matmuls, and the number of operations."""
 
     between: float = 0.0
     thin: float = 0.0
     operations: float = 0.0
 
     def times(self, factor: float) -> Moved:
-        """All of it so many times; the operations are those of one micro-batch, however long."""
+        """Multiply the bytes by `factor`; operations stay, because one micro-batch runs equally many at any length."""
         return Moved(self.between * factor, self.thin * factor, self.operations)
 
     def __add__(self, other: Moved) -> Moved:
@@ -404,20 +433,20 @@ class Moved:
 
 @dataclass(frozen=True)
 class LayerMoves:
-    """What one layer moves in its forward and in its backward."""
+    """The bytes that one layer moves in its forward and in its backward."""
 
     forward: Moved
     backward: Moved
 
     def of_pass(self, trains: bool, again: bool) -> Moved:
-        """Of a forward, or of a training step, which may compute its forwards twice."""
+        """Return the sum of a forward, or of a training step; `again` adds a second forward for checkpointing."""
         if not trains:
             return self.forward
         return self.forward + self.forward + self.backward if again else self.forward + self.backward
 
 
 class Mover(TorchDispatchMode):
-    """Adds up what every operation inside reads and writes."""
+    """A dispatch mode that adds up the bytes that every operation inside reads and writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -442,7 +471,7 @@ class Mover(TorchDispatchMode):
 
 
 def trace_moves(model: Any, number: int, settings: LayerSettings) -> LayerMoves:
-    """Of layer `number` of a model on the meta device; compiler and checkpointing are left aside."""
+    """Count the bytes moved by layer `number` of a model on the meta device, without compiler and checkpointing."""
     layer = model.base_model.layers[number]
     layer.to(settings.dtype).train()
     run = layer_call(model, layer, replace(settings, checkpointing=False, compiled=False))
