@@ -61,6 +61,7 @@ def test_read_as_bash_runs_it(name: str, tmp_path: Path) -> None:
         (f"{START} a=$UNKNOWN/b", "a=$UNKNOWN/b", "line 1: $UNKNOWN is not set by the script: give UNKNOWN=VALUE"),
         (f"X=$(nvidia-smi -L | wc -l)\n{START} a=$X", "a=$(nvidia-smi -L | wc -l)", "line 1: $(nvidia-smi -L | wc -l)"),
         (f"X=1\nif [ -d /x ]; then X=2; fi\n{START} a=$X", "a=1", "line 2: this if depends on -d /x"),
+        (f"X=1\nif [ -d /x ]; then X=2; elif true; then X=3; else X=4; fi\n{START} a=$X", "a=1", "line 2: this if"),
         (f"source env.sh\n{START} a=1", "a=1", "line 1: what env.sh sets is not known"),
         (f"while read n; do X=$n; done\n{START} a=1", "a=1", "line 1: a loop (while) was not followed"),
         (f"{START} a=$1", "a=$1", "line 1: $1 was left as it is"),

@@ -77,3 +77,8 @@ def test_clocks(offset, error, status):
     found = judge_clocks([pair(), pair(offset=offset, error=error)])
     assert found.status == status
     assert found.numbers["offset_s"] == abs(offset)
+
+
+def test_a_slow_node_does_not_hide_the_clock_of_another():
+    found = judge_clocks([pair(offset=0.5, error=3.0), pair(offset=3.0, error=0.001)])
+    assert (found.status, found.numbers["offset_s"]) == ("fail", 3.0)

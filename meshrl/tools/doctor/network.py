@@ -109,9 +109,9 @@ def judge_links(measured: Mapping[str, Any] | str, host: str = "local") -> list[
 
 
 def judge_clocks(pairs: list[Mapping[str, float]], host: str = "local") -> Finding:
-    """Return a finding on the largest clock offset, as far as the round-trip times allow to determine it."""
-    offset = max((abs(pair["clock_offset_s"]) for pair in pairs), default=0.0)
-    error = max((pair["clock_error_s"] for pair in pairs), default=0.0)
+    """Return a finding on the pair whose clocks differ most, less what its round-trip time leaves open."""
+    known = [(abs(pair["clock_offset_s"]), pair["clock_error_s"]) for pair in pairs]
+    offset, error = max(known, key=lambda pair: (pair[0] - pair[1], pair[0]), default=(0.0, 0.0))
     status = judged(max(0.0, offset - error), *CLOCK_SECONDS, low_is_bad=False)
     advice = (
         "" if status == "ok" else "start chrony or systemd-timesyncd on the hosts: timelines and logs are off by this"

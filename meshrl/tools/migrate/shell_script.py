@@ -126,8 +126,8 @@ class ShellReader:
             try:
                 holds = self._holds(part)
             except UndecidedError as error:
-                self._remark(opening, f"this if depends on {error}, so its part was left out")
-                continue
+                self._remark(opening, f"this if depends on {error}, so it was left out from here to its end")
+                return True
             if holds:
                 return self._run(body)
         return True
