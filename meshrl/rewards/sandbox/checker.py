@@ -214,7 +214,7 @@ class ProgramObject:
         return self._program.ask(self, "getitem", (key,))
 
     def __contains__(self, value: Any) -> bool:
-        return any(value is item or value == item for item in self)  # the program itself could return True for everything
+        return any(value is item or value == item for item in self)  # the program would accept anything
 
     def __instancecheck__(self, value: Any) -> bool:
         return isinstance(value, ProgramObject) and self._program.ask(self, "isinstance", (value,)) is True

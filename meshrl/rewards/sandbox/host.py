@@ -26,7 +26,7 @@ QUESTIONS: dict[str, Callable[..., Any]] = {
 
 
 def main(number: int) -> None:
-    """Run `main.py` as Python runs a file, then serve requests on socket `number` until the checks close the channel."""
+    """Run `main.py` as Python runs a file, then serve requests on socket `number` until the checks close it."""
     run, build, answers = exec, compile, Host(Channel(number))
     names = vars(sys.modules["__main__"])
     for name in [name for name in names if not name.startswith("__")]:
