@@ -272,7 +272,7 @@ def discounted_suffix_sum(
     sums = torch.mm(values.reshape(-1, chunk), matrix, out=None if out is None else out.view(-1, chunk))
     first = sums.view(rows, chunks, chunk)[:, 1:, 0]
     following = discounted_suffix_sum(first, discount**chunk, chunk=CARRY_CHUNK)
-    following = torch.nn.functional.pad(following, (0, 1)).view(-1, 1)  # nothing follows a row's last chunk
+    following = torch.nn.functional.pad(following, (0, 1)).view(-1, 1)  # no chunk follows the last chunk of a row
     return sums.addmm_(following, matrix[-1:], alpha=discount).view(rows, length)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from meshrl.registry import unknown_name
 
-BLOCK_ELEMENTS = 2**18  # a megabyte of float32 for each thread
+BLOCK_ELEMENTS = 2**18  # 1 MiB of float32 per thread
 # If the squared deviations are below this fraction of the sum of squares, rounding alone may cause the deviations.
 NEARLY_EQUAL = 1e-6
 
@@ -105,7 +105,7 @@ class Moments:
         mean = float(values.sum()) / count
         around_zero = _squared_norm(values)
         squares = around_zero - count * mean**2
-        if not squares > 0.5 * around_zero:  # the difference would lose digits
+        if not squares > 0.5 * around_zero:  # the difference has lost digits
             squares = _squared_norm(torch.sub(values, mean, out=scratch).mul_(weight))
             if squares <= NEARLY_EQUAL * around_zero:
                 same = float(values.flatten()[weight.argmax()])

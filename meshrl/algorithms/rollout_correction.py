@@ -99,7 +99,10 @@ def _normalised(weights: torch.Tensor, mask: torch.Tensor, rollout_is: str) -> t
 
 
 def _weight_metrics(weights: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
-    """Return statistics of the final weights over tokens and sequences, and the effective sample size (1 is ideal)."""
+    """Return statistics of the truncated or masked weights, and the effective sample size (1 is ideal).
+
+    The statistics are taken over tokens and over sequences, before batch normalisation.
+    """
     mean, square = masked_mean(weights, mask), masked_mean(weights.square(), mask)
     sequence_weights = masked_mean(weights, mask, dim=-1)[mask.any(-1)]
     return {
