@@ -1,4 +1,4 @@
-"""Estimators and losses of RL post-training as pure tensor functions."""
+"""Advantage estimators, policy losses and preference losses of RL post-training, as functions of tensors."""
 
 from meshrl.algorithms.advantages import (
     compute_advantage,

@@ -1,7 +1,12 @@
-"""Advantage estimators by name, and those that need no groups: GAE, REINFORCE++, ReMax, distillation.
+"""The registry of advantage estimators, and the estimators without groups: GAE, REINFORCE++, ReMax, distillation.
 
-Every estimator takes [batch, response_length] tensors and returns `(advantages, returns)` of that shape, zero where
-`response_mask` is zero. A response is the tokens with mask 1; zeros inside it (tool output) are no steps of the policy.
+Every estimator takes tensors `[B, T]` (batch, response length) and returns `(advantages, returns)` of that shape.
+Both are zero where `response_mask` is zero. A response consists of the tokens with mask 1. Tokens with mask 0 inside
+a response are tool output and do not count as steps of the policy.
+
+* `register_adv_est`, `get_adv_estimator_fn`, `compute_advantage`: register, find and run an estimator by its name.
+* `outcome_scores`, `to_tokens`: convert between rewards of tokens and one number per sample.
+* `discounted_suffix_sum`, `TokenCompaction`: discounted sums over time, and removal of tool output before them.
 """
 
 import inspect
@@ -34,17 +39,21 @@ GroupIndex = np.ndarray | Sequence[Any] | torch.Tensor
 
 
 def register_adv_est(name: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator that enters an advantage estimator under a name (a string, or an enum member whose value is one)."""
+    """Return a decorator that registers an advantage estimator under `name`, a string or an enum member with one."""
     return ADVANTAGE_ESTIMATORS.register(str(getattr(name, "value", name)))
 
 
 def get_adv_estimator_fn(name: Any) -> Callable[..., Advantages]:
-    """The advantage estimator called `name`, or one's own by `file.py:name`."""
+    """Return the advantage estimator registered as `name`, or load the user's function at `file.py:name`."""
     return ADVANTAGE_ESTIMATORS.get(str(getattr(name, "value", name)))
 
 
 def estimator_takes(name: str, argument: str) -> bool:
-    """Whether an estimator names this argument: what costs a pass over the batch is computed for those alone."""
+    """Return whether the signature of an estimator has this parameter.
+
+    Callers use it to compute an expensive input, such as a forward pass over the batch, only for estimators that need
+    the input.
+    """
     return argument in inspect.signature(get_adv_estimator_fn(name)).parameters
 
 
@@ -60,10 +69,10 @@ def compute_advantage(
     config: Any = None,
     **extra: Any,
 ) -> Advantages:
-    """Run an estimator by name with those of the arguments it takes; one it needs and does not get is an error.
+    """Run the estimator `name` with the arguments that its signature has, and return `(advantages, returns)` `[B, T]`.
 
-    `gamma` and `lam` that are not given are those of `config`, else 1. `extra` holds what only some estimators need,
-    such as `reward_baselines` (remax) or `sum_pi_squared`.
+    Raise `ValueError` if a required argument is missing. `gamma` and `lam` default to the values in `config`, else to
+    1. `extra` holds inputs of some estimators only, such as `reward_baselines` (remax) or `sum_pi_squared`.
     """
     function = get_adv_estimator_fn(name)
     offered = {
@@ -96,18 +105,21 @@ def compute_advantage(
 
 
 def _discount(given: float | None, config: Any, name: str) -> float:
-    """`gamma` or `lam` as given, else as `config` has it, else 1."""
+    """Return the discount `name` ("gamma" or "lam"): the given value, else the value in `config`, else 1."""
     if given is None:
         given = field_of(config, name)
     return 1.0 if given is None else float(given)
 
 
 def outcome_scores(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """Each sample's whole reward as a float [batch] vector; refuses NaN, inf and disagreeing shapes."""
+    """Return the sum of each sample's token rewards `[B, T]` as a float32 vector `[B]`.
+
+    Raise `ValueError` for NaN, inf, different shapes or an empty mask.
+    """
     check_matrix(token_level_rewards=token_level_rewards, response_mask=response_mask)
     check_not_empty(response_mask)
     scores = token_level_rewards.detach().sum(-1, dtype=torch.float32)
-    # A NaN or inf anywhere reaches its row's sum, so the matrix itself is searched only to say where.
+    # Every NaN or inf reaches the sum of its row, so the whole matrix is searched only to report the position.
     if not math.isfinite(float(scores.sum())):
         check_finite("token_level_rewards", token_level_rewards)
         check_finite("the sum of token_level_rewards", scores)
@@ -115,7 +127,7 @@ def outcome_scores(token_level_rewards: torch.Tensor, response_mask: torch.Tenso
 
 
 def to_tokens(scores: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """Each sample's number on each of its response tokens, zero elsewhere."""
+    """Repeat each sample's score `[B]` on its response tokens, as `[B, T]` with zeros outside the mask."""
     tokens = torch.empty(response_mask.shape, dtype=scores.dtype, device=scores.device)
     for rows, _ in row_blocks(tokens):
         tokens[rows].copy_(mask_bytes(response_mask[rows])).mul_(scores[rows, None])
@@ -131,16 +143,19 @@ def compute_gae_advantage_return(
     gamma: float,
     lam: float,
 ) -> Advantages:
-    """Generalised advantage estimation (arXiv:1506.02438), whitened over the batch's tokens; returns are not."""
+    """Compute advantages and returns by generalised advantage estimation (arXiv:1506.02438).
+
+    Advantages are whitened over all tokens of the batch. Returns are not whitened.
+    """
     check_matrix(token_level_rewards=token_level_rewards, values=values, response_mask=response_mask)
     check_not_empty(response_mask)
     mask = response_mask.bool()
     returns, advantages, moments = _gae(token_level_rewards, values, mask, gamma, lam)
-    # A NaN or inf in either input reaches the moments, so the matrices are searched only to say where.
+    # A NaN or inf in either input reaches the moments, so the matrices are searched only to report the position.
     if not math.isfinite(moments.squares):
         check_finite("token_level_rewards", token_level_rewards)
         check_finite("values", values, mask)
-        # Then it stands under a zero of the mask, where it does not matter.
+        # The checks above passed, so the NaN or inf lies outside the mask. Such values are set to zero.
         returns, advantages, moments = _gae(token_level_rewards, values.masked_fill(~mask, 0.0), mask, gamma, lam)
         check_finite("returns", returns)
     return whiten_(advantages, mask, moments), returns
@@ -149,7 +164,7 @@ def compute_gae_advantage_return(
 def _gae(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor, Moments]:
-    """Returns, advantages and the advantages' moments, in one pass over blocks of rows."""
+    """Compute the returns, the advantages before whitening and their moments in one pass over blocks of rows."""
     returns = torch.empty(values.shape, dtype=torch.float32, device=values.device)
     advantages, moments, may_have_gaps = torch.empty_like(returns), Moments(), has_gaps(mask)
     for rows, (weight, own, targets) in row_blocks(returns, buffers=3):
@@ -176,7 +191,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     config: Any = None,
     gamma: float | None = None,
 ) -> Advantages:
-    """REINFORCE++ (arXiv:2501.03262): discounted rewards to go, whitened over the batch's tokens."""
+    """Compute REINFORCE++ advantages (arXiv:2501.03262): discounted rewards to go, whitened over the batch's tokens."""
     outcome_scores(token_level_rewards, response_mask)
     gamma = _discount(gamma, config, "gamma")
     tokens = TokenCompaction(response_mask)
@@ -192,7 +207,10 @@ def compute_remax_outcome_advantage(
     response_mask: torch.Tensor,
     config: Any = None,
 ) -> Advantages:
-    """ReMax (arXiv:2310.10505): rewards to go minus the reward of the greedy response to the same prompt."""
+    """Compute ReMax advantages (arXiv:2310.10505): rewards to go minus the greedy response's reward.
+
+    `reward_baselines` `[B]` holds the reward of the greedy response to each sample's prompt.
+    """
     outcome_scores(token_level_rewards, response_mask)
     check_length("reward_baselines", len(reward_baselines), len(response_mask))
     check_finite("reward_baselines", reward_baselines)
@@ -206,10 +224,11 @@ def compute_remax_outcome_advantage(
 def compute_distillation_advantage(
     ref_log_prob: torch.Tensor, old_log_probs: torch.Tensor, response_mask: torch.Tensor
 ) -> Advantages:
-    """On-policy distillation: how much likelier the teacher makes each token than the policy that sampled it.
+    """Compute advantages for on-policy distillation: teacher log-prob minus old log-prob of each token.
 
-    Each token answers for itself alone, without discount. The mean over the policy's samples is minus the reverse KL,
-    and its policy gradient is that of the sum of the tokens' KLs with the texts before them held fixed.
+    Each token gets credit only for its own log-ratio, without discounted later tokens. The expected advantage under
+    the policy is minus the reverse KL. The policy gradient is that of the sum of per-token KLs, if the prefix of each
+    token is held fixed.
     """
     check_matrix(ref_log_prob=ref_log_prob, old_log_probs=old_log_probs, response_mask=response_mask)
     check_not_empty(response_mask)
@@ -221,23 +240,24 @@ def compute_distillation_advantage(
     return advantages, advantages.clone()
 
 
-# x_t + d * x_{t+1} + d^2 * x_{t+2} + ... for whole matrices at once, and the same over the set tokens of a mask.
+# Discounted suffix sums x_t + d * x_{t+1} + d^2 * x_{t+2} + ... of whole matrices, optionally over a mask's set tokens.
 
-CHUNK = 32  # a product with a matrix of this size costs a CPU little more than reading and writing the values
-CARRY_CHUNK = 256  # the recurrence over chunks has 1/32 of the values: a larger matrix, to spare it a level
+CHUNK = 32  # on a CPU, a matmul with a matrix of this size costs little more than reading and writing the values
+CARRY_CHUNK = 256  # the recurrence over chunks has 1/32 of the values; a larger matrix saves a level of recursion
 
 
 def discounted_suffix_sum(
     values: torch.Tensor, discount: float, out: torch.Tensor | None = None, chunk: int = CHUNK
 ) -> torch.Tensor:
-    """y[:, t] = values[:, t] + discount * y[:, t + 1], without a loop over time.
+    """Compute y[:, t] = values[:, t] + discount * y[:, t + 1] for `[B, T]`, without a loop over time.
 
-    Time is cut into chunks; inside a chunk the sum is a product with a triangular matrix of powers. The chunks' first
-    sums obey the same recurrence with discount ** chunk, so two or three levels cover any length, and what follows a
-    chunk is added to it as an outer product. `out` is contiguous memory for the result.
+    Time is cut into chunks. Inside a chunk, the sum is a matmul with a triangular matrix of powers of `discount`. The
+    first sums of the chunks obey the same recurrence with discount ** chunk, so two or three levels of recursion cover
+    any length. The contribution of later chunks is added as an outer product. `out` is optional contiguous memory for
+    the result.
     """
     if values.dtype == torch.float32 and values.device.type == "cuda":
-        # A trainer that allows TF32 for its models' products must not get advantages of ten bits.
+        # Compute in float64: if the trainer allows TF32 for matmuls, float32 advantages would have a 10-bit mantissa.
         found = discounted_suffix_sum(values.double(), discount, chunk=chunk)
         return found.float() if out is None else out.copy_(found)
     rows, length = values.shape
@@ -252,13 +272,16 @@ def discounted_suffix_sum(
     sums = torch.mm(values.reshape(-1, chunk), matrix, out=None if out is None else out.view(-1, chunk))
     first = sums.view(rows, chunks, chunk)[:, 1:, 0]
     following = discounted_suffix_sum(first, discount**chunk, chunk=CARRY_CHUNK)
-    following = torch.nn.functional.pad(following, (0, 1)).view(-1, 1)  # nothing follows a row's last chunk
+    following = torch.nn.functional.pad(following, (0, 1)).view(-1, 1)  # no chunk follows the last chunk of a row
     return sums.addmm_(following, matrix[-1:], alpha=discount).view(rows, length)
 
 
 @lru_cache(maxsize=32)
 def _powers(size: int, discount: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """M[s, t] = discount ** (s - t) for s >= t, else 0; and 0 for powers so small that a CPU would crawl on them."""
+    """Return the matrix M[s, t] = discount ** (s - t) for s >= t, else 0.
+
+    Powers below tiny / eps of `dtype` are 0 as well, because CPUs are very slow with such small numbers.
+    """
     steps = torch.arange(size, device=device)
     distance = steps[:, None] - steps[None, :]
     powers = torch.pow(torch.tensor(discount, dtype=torch.float64, device=device), distance.clamp(min=0))
@@ -267,21 +290,22 @@ def _powers(size: int, discount: float, dtype: torch.dtype, device: torch.device
 
 
 def has_gaps(mask: torch.Tensor) -> bool:
-    """Is a token set that stands after one of its row that is not?"""
+    """Return whether any row of the mask `[B, T]` has a set token directly after a token that is not set."""
     flags = mask_bytes(mask)
     return flags.shape[1] > 1 and any_above(flags[:, 1:], flags[:, :-1])
 
 
 class TokenCompaction:
-    """Moves the set tokens of each row to its left end and back, so that time runs over them alone.
+    """A mapping that moves the set tokens of each row to its left end and back.
 
-    Tool output inside a response (mask 0) is then no step of the policy: neither discounted nor bootstrapped from.
+    Sums over time then run over the policy's tokens alone. Tool output inside a response (mask 0) is neither
+    discounted over nor bootstrapped from.
     """
 
     def __init__(self, mask: torch.Tensor, may_have_gaps: bool = True) -> None:
         self.mask = mask.bool()
         self.flags = mask_bytes(self.mask)
-        # Without gaps the set tokens are at the left already, and nothing has to move.
+        # Without gaps the set tokens of each row are at its left end already, and no value is moved.
         self.has_gaps = may_have_gaps and has_gaps(mask)
         self.at_left = self.mask
         if self.has_gaps:
@@ -289,12 +313,14 @@ class TokenCompaction:
             self.at_left = torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device) < lengths
 
     def compact(self, values: torch.Tensor) -> torch.Tensor:
-        """Set tokens first, zeros after."""
+        """Move the values `[B, T]` of set tokens to the left end of each row, and fill the rest with zeros."""
         return _move(values, self.mask, self.at_left) if self.has_gaps else zero_outside(values, self.flags.float())
 
     def compact_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Like compact, but what stands on an unset token goes to the last set token before it: a reward that the
-        environment gives after an action belongs to that action. May return `rewards` itself."""
+        """Compact rewards `[B, T]`, and move a reward on an unset token to the last set token before it.
+
+        A reward that the environment gives after an action belongs to that action. May return `rewards` itself.
+        """
         if not any_above(mask_bytes(rewards), self.flags):
             return self.compact(rewards) if self.has_gaps else rewards
         has_token = self.mask.any(-1, keepdim=True)
@@ -304,14 +330,20 @@ class TokenCompaction:
         return torch.zeros_like(rewards).scatter_add_(1, slot.clamp(min=0), rewards * has_token)
 
     def spread(self, compacted: torch.Tensor) -> torch.Tensor:
-        """The inverse of compact, for values that are zero after the set tokens: zeros on unset tokens."""
+        """Invert `compact`: move values back to the set tokens, with zeros on unset tokens.
+
+        `compacted` `[B, T]` must be zero after the compacted tokens of each row.
+        """
         return _move(compacted, self.at_left, self.mask) if self.has_gaps else compacted
 
 
 def _move(values: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The values where `source` is set, put where `target` is: two masks of as many tokens in each row."""
+    """Move the values at the set positions of `source` to those of `target`, and return zeros elsewhere.
+
+    Both masks `[B, T]` have the same number of set positions in each row.
+    """
     moved = torch.zeros_like(values, memory_format=torch.contiguous_format)
-    if values.device.type == "cpu":  # five times as fast in NumPy
+    if values.device.type == "cpu":  # NumPy is five times as fast
         moved.numpy()[target.numpy()] = values.detach().numpy()[source.numpy()]
     else:
         moved[target] = values[source]

@@ -1,10 +1,11 @@
-"""Losses that choose tokens within the whole mini-batch, which no micro-batch can do alone.
+"""Policy losses that select tokens over the whole mini-batch: Clip-Cov, KL-Cov and M2PO.
 
-Clip-Cov and KL-Cov (arXiv:2505.22617) choose those whose log-prob and advantage vary together, M2PO (arXiv:2510.01161)
-those that are furthest from the policy that sampled them. The choice is made before any forward pass from the old
-log-probs (on-policy they are the current ones) by `add_covariance_stats`, and carried to every micro-batch as a few
-numbers: two means, and the bounds of the chosen tokens. Tokens with equal covariance, such as all those of probability
-1, are told apart by a fixed hash of their sample and position.
+Clip-Cov and KL-Cov (arXiv:2505.22617) select tokens by the covariance of log-prob and advantage. M2PO
+(arXiv:2510.01161) selects the tokens whose probability has changed most since the rollout policy sampled them. A
+micro-batch cannot make these selections alone. `add_covariance_stats` therefore selects before any forward pass, from
+the old log-probs, which equal the current log-probs if training is on-policy. Every micro-batch receives the selection
+as a few numbers: two means, and the bounds of the selected tokens. Ties in covariance, such as between all tokens of
+probability 1, are broken by a fixed hash of sample and position.
 """
 
 import math
@@ -39,9 +40,9 @@ def add_covariance_stats(
     config: Any = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> BatchStats:
-    """`stats` with what clip_cov, kl_cov or m2po needs of the whole mini-batch; unchanged for every other loss.
+    """Return `stats` with the field `covariance` set for clip_cov, kl_cov or m2po, and unchanged for other losses.
 
-    The tensors are the whole mini-batch's, over all ranks. Only m2po needs `rollout_is_weights`.
+    The tensors `[B, T]` must cover the whole mini-batch over all ranks. Only m2po needs `rollout_is_weights`.
     """
     if loss_mode not in COVARIANCE_LOSSES:
         return stats
@@ -67,7 +68,11 @@ def add_covariance_stats(
 
 
 def _top_bounds(covariance: torch.Tensor, keys: torch.Tensor, count: int) -> dict[str, Any]:
-    """The smallest covariance among the `count` largest, and the largest key that is needed among its equals."""
+    """Return the bounds that select the `count` tokens of largest covariance.
+
+    `bound` is the smallest selected covariance. `key_bound` is the largest selected key among the tokens whose
+    covariance equals `bound`. M2PO passes the distance of each token as `covariance`.
+    """
     bound = covariance.topk(min(count, len(covariance))).values[-1]
     tied = keys[covariance == bound].sort().values
     places = count - int((covariance > bound).sum())
@@ -81,7 +86,11 @@ def _second_moment_bounds(
     weights: torch.Tensor | None,
     config: Any,
 ) -> CovarianceStats:
-    """The bounds of as few tokens as possible without which the mean of log(weight)² is within m2_threshold."""
+    """Return the bounds of the fewest tokens to leave out so that the mean of log(weight)² is at most `m2_threshold`.
+
+    Only tokens that `_moves_on` selects may be left out, the largest first. All of these tokens are left out if the
+    threshold cannot be reached.
+    """
     weights = behaviour_weights("m2po", weights)
     moving_on, distance = _moves_on(advantages, weights)[mask], _distance(weights)[mask]
     keys = token_keys(old_log_prob, mask)[mask]
@@ -97,25 +106,29 @@ def _second_moment_bounds(
 
 
 def _distance(weights: torch.Tensor) -> torch.Tensor:
-    # Grows with |log(weight)|; a division is the same on every device, a logarithm is not.
+    # Increases with |log(weight)|. Division gives the same bits on every device, a logarithm does not.
     wide = weights.double()
     return torch.maximum(wide, 1.0 / wide)
 
 
 def _moves_on(advantages: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Tokens that have moved where their advantage would push them further: those that a clip would hold."""
+    """Return a mask `[B, T]` of tokens whose ratio has already moved in the direction of their advantage.
+
+    PPO's clip holds back such tokens.
+    """
     return ((advantages > 0) & (weights > 1)) | ((advantages < 0) & (weights < 1))
 
 
 def _covariance(log_prob: torch.Tensor, advantages: torch.Tensor, means: CovarianceStats) -> torch.Tensor:
-    # In float64, so that a token compares equally with the bounds wherever it is computed.
+    # In float64, so that the comparison of a token with the bounds has the same result in every micro-batch.
     return (advantages.detach().double() - means.mean_advantage) * (log_prob.detach().double() - means.mean_log_prob)
 
 
 def token_keys(log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """A fixed pseudo-random number in [0, 2^62) per token, from its row's log-probs and its place among the set tokens.
+    """Return a pseudo-random key in [0, 2^62) for each token, as int64 `[B, T]`.
 
-    It does not depend on the other rows or on padding, so any split of a batch gives a token the same key.
+    The key is a hash of the row's log-probs and of the token's position among the set tokens. It does not depend on
+    other rows or on padding, so that every split of a batch gives a token the same key.
     """
     place = mask.long().cumsum(-1)
     bits = log_prob.detach().float().contiguous().view(torch.int32).long()
@@ -124,7 +137,7 @@ def token_keys(log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(numbers: torch.Tensor) -> torch.Tensor:
-    """Spread the bits of int64 numbers; multiplication wraps around."""
+    """Hash int64 numbers by shifts and multiplications, which wrap around on overflow."""
     for shift, factor in ((31, 0x7FB5D329728EA185), (27, 0x81DADEF4BC2DD44D - 2**64), (33, 1)):
         numbers = (numbers ^ (numbers >> shift)) * factor
     return numbers
@@ -138,7 +151,7 @@ def _selection(
     config: Any,
     stats: BatchStats | None,
 ) -> tuple[BatchStats, torch.Tensor, torch.Tensor]:
-    """The stats with covariance, the tokens' covariances and their keys."""
+    """Return the completed stats, the covariance `[B, T]` of each token and the key `[B, T]` of each token."""
     stats = _completed(loss_mode, old_log_prob, advantages, response_mask, config, stats)
     assert stats.covariance is not None
     covariance = _covariance(old_log_prob, advantages, stats.covariance)
@@ -154,7 +167,10 @@ def _completed(
     stats: BatchStats | None,
     weights: torch.Tensor | None = None,
 ) -> BatchStats:
-    """The stats with the choice in them; without any, the tensors are the whole mini-batch."""
+    """Return `stats` if its field `covariance` is set, and raise `ValueError` if the field is missing.
+
+    If `stats` is None, the tensors are taken as the whole mini-batch and the stats are computed from them.
+    """
     if stats is None:
         whole = BatchStats.of(response_mask)
         stats = add_covariance_stats(whole, loss_mode, old_log_prob, advantages, response_mask, config, weights)
@@ -177,8 +193,10 @@ def compute_policy_loss_clip_cov(
     rollout_is_weights: torch.Tensor | None = None,
     stats: BatchStats | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """PPO's clip, without the gradient of a fraction clip_cov_ratio of all tokens, picked by hash among those whose
-    covariance lies between clip_cov_lb and clip_cov_ub."""
+    """Compute the Clip-Cov loss: PPO's clipped loss with a fraction `clip_cov_ratio` of all tokens set to zero.
+
+    A fixed hash picks these tokens among the tokens whose covariance lies between `clip_cov_lb` and `clip_cov_ub`.
+    """
     check_loss_inputs(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
     parameters = PolicyLossConfig.read(config)
     stats, covariance, keys = _selection("clip_cov", old_log_prob, advantages, response_mask, config, stats)
@@ -207,7 +225,10 @@ def compute_policy_loss_kl_cov(
     rollout_is_weights: torch.Tensor | None = None,
     stats: BatchStats | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """-A r, plus ppo_kl_coef * |log r| on the fraction kl_cov_ratio of tokens with the largest covariance."""
+    """Compute the KL-Cov loss: -A r, plus a penalty on the tokens with the largest covariance.
+
+    The penalty is ppo_kl_coef * |log r| on a fraction `kl_cov_ratio` of the tokens, where r is new / old probability.
+    """
     check_loss_inputs(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
     parameters = PolicyLossConfig.read(config)
     stats, covariance, keys = _selection("kl_cov", old_log_prob, advantages, response_mask, config, stats)
@@ -238,10 +259,11 @@ def compute_policy_loss_m2po(
     rollout_is_weights: torch.Tensor | None = None,
     stats: BatchStats | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """M2PO (arXiv:2510.01161): weighted by trainer / rollout, without the fewest tokens that keep the second moment of
-    that log-ratio over the mini-batch within m2_threshold; PPO's clip around `old_log_prob` bounds the update itself.
+    """Compute the M2PO loss (arXiv:2510.01161): PPO's clipped loss, weighted by the ratio trainer / rollout.
 
-    `rollout_is_weights` is that ratio, untruncated. Only tokens that it has moved towards their advantage are left out.
+    As few tokens as possible are left out so that the second moment of the ratio's logarithm over the mini-batch is at
+    most `m2_threshold`. Only tokens whose ratio has moved in the direction of their advantage are left out. PPO's clip
+    around `old_log_prob` bounds the update itself. `rollout_is_weights` is the untruncated ratio.
     """
     weights = behaviour_weights("m2po", rollout_is_weights)
     check_loss_inputs(old_log_prob, log_prob, advantages, response_mask, weights)

@@ -1,7 +1,8 @@
-"""Outcome estimators that compare the samples of one prompt: GRPO and its kin.
+"""Advantage estimators that compare the samples of one prompt: GRPO, Pass@k, GDPO, RLOO, OPO, GPG, optimal baselines.
 
-A group of one sample has no baseline, so its advantage is 0 in all of them; `group_metrics` counts such groups.
-An argument that is given goes before the field of the same name in `config`, which has attributes or keys.
+The samples of one prompt form a group. A group of one sample has no baseline, so every estimator here gives its sample
+the advantage 0 and never its raw reward. `group_metrics` counts such groups. An explicit argument takes precedence over
+the field of the same name in `config`, which has attributes or keys.
 """
 
 from collections import defaultdict
@@ -26,29 +27,24 @@ from meshrl.algorithms.masking import check_finite, check_length, check_matrix, 
 from meshrl.algorithms.policy_config import field_of
 from meshrl.registry import unknown_name
 
-# Groups of samples that share a prompt: numbering them and their sums, vectorised.
-#
-# A group of one sample has no baseline. Every group estimator here gives it the advantage 0 (no learning signal),
-# never its raw reward; `group_metrics` counts such groups.
-
 
 @dataclass(frozen=True)
 class Groups:
-    """For each sample the number of its group (by first appearance); for each group its size and first sample."""
+    """An assignment of samples to groups, which are numbered by first appearance, with vectorised group statistics."""
 
-    of_sample: torch.Tensor  # [batch] int64
-    sizes: torch.Tensor  # [groups] int64
-    first_sample: torch.Tensor  # [groups] int64
+    of_sample: torch.Tensor  # [batch] int64: the group number of each sample
+    sizes: torch.Tensor  # [groups] int64: the number of samples in each group
+    first_sample: torch.Tensor  # [groups] int64: the row of each group's first sample
 
     @classmethod
     def of(cls, index: np.ndarray | Sequence[Any] | torch.Tensor, batch: int, device: torch.device) -> "Groups":
-        """Number the group ids in `index`: any hashable ids, one a sample."""
+        """Build the groups from `index`, which holds one hashable group id per sample."""
         check_length("index", len(index), batch)
         ids = index.tolist() if hasattr(index, "tolist") else list(index)
-        numbers: defaultdict[Any, int] = defaultdict(count().__next__)  # an id that is not in yet gets the next number
+        numbers: defaultdict[Any, int] = defaultdict(count().__next__)  # a new id gets the next number
         of_sample = np.fromiter(map(numbers.__getitem__, ids), dtype=np.int64, count=batch)
         first = np.empty(len(numbers), dtype=np.int64)
-        first[of_sample[::-1]] = np.arange(batch)[::-1]  # the last one written is the first sample
+        first[of_sample[::-1]] = np.arange(batch)[::-1]  # the last write of each group is its first sample
         sizes = np.bincount(of_sample, minlength=len(numbers))
         return cls(*(torch.from_numpy(array).to(device) for array in (of_sample, sizes, first)))
 
@@ -58,29 +54,32 @@ class Groups:
 
     @property
     def is_single(self) -> torch.Tensor:
-        """Per sample: is it alone in its group?"""
+        """A bool mask `[B]` of the samples that are alone in their group."""
         return self.size_of_sample == 1
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums over each group: [batch, ...] -> [groups, ...]."""
+        """Sum the values `[B, ...]` over each group, and return `[groups, ...]`."""
         total = torch.zeros((len(self.sizes), *values.shape[1:]), dtype=values.dtype, device=values.device)
         return total.index_add_(0, self.of_sample, values)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """The mean over its group, for each sample of a [batch] vector."""
+        """Return for each sample the mean of the values `[B]` over the sample's group, as `[B]`."""
         return (self.sum(values) / self.sizes).index_select(0, self.of_sample)
 
     def centered(self, values: torch.Tensor) -> torch.Tensor:
-        """Each sample's value minus its group's mean; exactly 0 where all of a group are equal."""
+        """Return the values `[B]` minus their group's mean, exactly 0 if all values of a group are equal."""
         offset = values - self.first(values)
         return offset - self.mean(offset)
 
     def first(self, values: torch.Tensor) -> torch.Tensor:
-        """The value of the first sample of its group, for each sample."""
+        """Return for each sample the value of the first sample in the same group, as `[B]`."""
         return values.index_select(0, self.first_sample).index_select(0, self.of_sample)
 
     def std(self, centered: torch.Tensor) -> torch.Tensor:
-        """The sample standard deviation (n - 1) of its group, for each of the centered samples; 0 in a group of one."""
+        """Return for each sample the standard deviation (n - 1) of its group, as `[B]`; 0 for a group of one sample.
+
+        `centered` `[B]` holds values minus their group's mean.
+        """
         squares = self.sum(centered.square())
         return (squares / (self.sizes - 1).clamp(min=1)).sqrt().index_select(0, self.of_sample)
 
@@ -88,7 +87,10 @@ class Groups:
 def group_metrics(
     scores: torch.Tensor, index: np.ndarray | Sequence[Any] | torch.Tensor, prefix: str = "groups"
 ) -> dict[str, float]:
-    """Counts of the groups: all, those of one sample (advantage 0 by rule), and those whose scores are all equal."""
+    """Count all groups, the groups of one sample (advantage 0 by rule) and the larger groups with equal scores.
+
+    The metrics also include the smallest and the largest group size.
+    """
     groups = Groups.of(index, len(scores), scores.device)
     differs = groups.sum((scores != groups.first(scores)).long()) > 0
     single = groups.sizes == 1
@@ -102,7 +104,10 @@ def group_metrics(
 
 
 def informative_samples(scores: torch.Tensor, index: np.ndarray | Sequence[Any] | torch.Tensor) -> torch.Tensor:
-    """Per sample: do the scores of its group differ? Groups that do not carry no signal (DAPO's dynamic sampling)."""
+    """Return a bool mask `[B]` of the samples whose group has different scores.
+
+    Groups of equal scores carry no learning signal, and DAPO's dynamic sampling leaves such groups out.
+    """
     groups = Groups.of(index, len(scores), scores.device)
     return (groups.sum((scores != groups.first(scores)).long()) > 0)[groups.of_sample]
 
@@ -113,18 +118,18 @@ def _normalised(scores: torch.Tensor, groups: Groups, epsilon: float, by_std: bo
 
 
 def _by_std(given: bool | None, config: Any) -> bool:
-    """Whether advantages are divided by the group's std: as given, else as `config` has it, else true."""
+    """Return whether to divide by the std: the argument, else `config.norm_adv_by_std_in_grpo`, else true."""
     if given is None:
         given = field_of(config, "norm_adv_by_std_in_grpo")
     return True if given is None else bool(given)
 
 
-# Whose rewards the standard deviation is of that GRPO's advantages are divided by.
+# GRPO divides advantages by the standard deviation of the scores of the group or of the whole batch.
 STD_OVER = ("group", "batch")
 
 
 def _whitened(scores: torch.Tensor, response_mask: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Whiten over the tokens of the samples that have a group; a group of one stays at exactly 0."""
+    """Whiten scores over the tokens of all groups with several samples, as `[B, T]`; a group of one sample gets 0."""
     mask = response_mask.bool() & ~groups.is_single[:, None]
     tokens = to_tokens(scores, response_mask)
     return masked_whiten(tokens, mask) if bool(mask.any()) else torch.zeros_like(tokens)
@@ -142,9 +147,10 @@ def compute_grpo_outcome_advantage(
     config: Any = None,
     norm_adv_std_over: str | None = None,
 ) -> Advantages:
-    """GRPO (arXiv:2402.03300): (score - group mean) / (group std + epsilon); without the std it is Dr.GRPO's.
+    """Compute GRPO advantages (arXiv:2402.03300): (score - group mean) / (group std + epsilon).
 
-    With `norm_adv_std_over="batch"` the std is that of all scores of the batch (arXiv:2508.08221).
+    With `norm_adv_by_std_in_grpo=False` the advantage is score - group mean, as in Dr.GRPO. With
+    `norm_adv_std_over="batch"` the std is taken over all scores of the batch (arXiv:2508.08221).
     """
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, len(scores), scores.device)
@@ -161,7 +167,7 @@ def compute_grpo_outcome_advantage(
 
 
 def _batch_std(scores: torch.Tensor) -> torch.Tensor:
-    """The standard deviation of all scores (n - 1), 0 of a single one."""
+    """Return the standard deviation (n - 1) of all scores `[B]`, or 0 for a batch of one sample."""
     return scores.double().std().float() if len(scores) > 1 else torch.zeros_like(scores[0])
 
 
@@ -175,10 +181,13 @@ def compute_grpo_passk_outcome_advantage(
     norm_adv_by_std_in_grpo: bool | None = None,
     config: Any = None,
 ) -> Advantages:
-    """Pass@k (arXiv:2503.19595): only the best of a group has an advantage, its lead over the second best."""
+    """Compute Pass@k advantages (arXiv:2503.19595): the best sample of a group gets its lead over the second best.
+
+    All other samples have advantage 0.
+    """
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, len(scores), scores.device)
-    # Sorted by group, then by falling score: the first of each run is the best, the next one the second best.
+    # Sort by group, then by decreasing score: each group's first sample is the best, and its next the second best.
     by_score = torch.argsort(scores, descending=True, stable=True)
     order = by_score[torch.argsort(groups.of_sample[by_score], stable=True)]
     starts = groups.sizes.cumsum(0) - groups.sizes
@@ -205,10 +214,11 @@ def compute_gdpo_outcome_advantage(
     reward_components: Mapping[str, Any] | None = None,
     reward_weights: Sequence[float] | None = None,
 ) -> Advantages:
-    """GDPO (arXiv:2601.05242): each reward component is normalised in its group, then weighted, added and whitened.
+    """Compute GDPO advantages (arXiv:2601.05242) from several reward components.
 
-    The components are `reward_components` (name -> [batch] numbers) or the keys `config.gdpo_reward_keys` of
-    `non_tensor_batch`; without either, the whole reward is the only component.
+    Each component is normalised in its group. The weighted sum of all components is then whitened. The components are
+    `reward_components` (name -> `[B]` numbers), or the columns of `non_tensor_batch` that `config.gdpo_reward_keys`
+    lists. Without both, the whole reward is the only component.
     """
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, len(scores), scores.device)
@@ -261,7 +271,10 @@ def compute_rloo_outcome_advantage(
     epsilon: float = 1e-6,
     config: Any = None,
 ) -> Advantages:
-    """RLOO (arXiv:2402.14740): score minus the mean of the group's other samples. `epsilon` is not used."""
+    """Compute RLOO advantages (arXiv:2402.14740): score minus the mean of the group's other samples.
+
+    `epsilon` is not used.
+    """
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, len(scores), scores.device)
     size = groups.size_of_sample
@@ -279,9 +292,9 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     epsilon: float = 1e-6,
     config: Any = None,
 ) -> Advantages:
-    """REINFORCE++ with a group baseline (arXiv:2501.03262): score - group mean, whitened over the batch's tokens.
+    """Compute REINFORCE++ advantages with a group baseline (arXiv:2501.03262).
 
-    `epsilon` is not used.
+    The advantage is score - group mean, whitened over the batch's tokens. `epsilon` is not used.
     """
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, len(scores), scores.device)
@@ -298,7 +311,10 @@ def compute_opo_outcome_advantage(
     epsilon: float = 1e-6,
     config: Any = None,
 ) -> Advantages:
-    """OPO (arXiv:2505.23585): score minus the group's mean weighted by response length. `epsilon` is not used."""
+    """Compute OPO advantages (arXiv:2505.23585): score minus the group's mean score, weighted by response length.
+
+    `epsilon` is not used.
+    """
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, len(scores), scores.device)
     advantages, lengths = torch.empty_like(response_mask, dtype=torch.float32), torch.empty_like(scores)
@@ -321,10 +337,11 @@ def compute_gpg_outcome_advantage(
     alpha: float | None = None,
     config: Any = None,
 ) -> Advantages:
-    """GPG (arXiv:2504.02546): alpha * (score - group mean) / f_norm.
+    """Compute GPG advantages (arXiv:2504.02546): alpha * (score - group mean) / f_norm.
 
-    `alpha` defaults to samples / samples with a non-zero score, which keeps the gradient's size when many are zero;
-    samples without a token, which were dropped, do not count. `epsilon` is not used.
+    `alpha` defaults to the number of samples divided by the number of samples with a non-zero score. This keeps the
+    size of the gradient if many scores are zero. Dropped samples, which have no response token, do not count. `epsilon`
+    is not used.
     """
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, len(scores), scores.device)
@@ -335,7 +352,7 @@ def compute_gpg_outcome_advantage(
     return advantages, advantages
 
 
-# Optimal token baselines: one baseline for each step of a group, weighted by how much each path has varied so far.
+# Optimal token baselines: one baseline per group and step. A sample's weight is its gradient energy up to that step.
 
 
 @register_adv_est("optimal_token_baseline")
@@ -350,13 +367,13 @@ def compute_optimal_token_baseline_advantage(
     handle_zero_tail: bool = False,
     epsilon: float = 1e-8,
 ) -> Advantages:
-    """Reward to go minus the group's baseline at the same position of the response.
+    """Compute optimal token baseline advantages: reward to go minus the group's baseline at the same response position.
 
-    The baseline at a step is the mean of the group's rewards to go, weighted by W = the sum over the steps so far of
-    1 - 2 p + sum of p'^2 over the vocabulary (`sum_pi_squared`), the squared length of the logits' gradient, times the
-    squared importance weight. A step that only one sample of the group reaches is its own baseline and has advantage
-    0; with `handle_zero_tail` its baseline is 0 and its advantage its reward to go. A group of one sample has
-    advantage 0.
+    The baseline at a step is the weighted mean of the group's rewards to go. The weight of a sample is the sum over the
+    steps so far of (1 - 2 p + `sum_pi_squared`) times the squared importance weight. `sum_pi_squared` is the sum of
+    p'^2 over the vocabulary, so the first factor is the squared length of the logits' gradient. If only one sample of
+    the group reaches a step, its reward to go is the baseline and its advantage is 0. With `handle_zero_tail` the
+    baseline of such a step is 0 and the advantage is the reward to go. A group of one sample always has advantage 0.
     """
     check_matrix(
         token_level_rewards=token_level_rewards,
@@ -385,9 +402,10 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
 ) -> Advantages:
-    """The optimal token baseline where a step is the n-th token of the policy, whatever tool output lies between.
+    """Compute optimal token baseline advantages for multi-turn responses.
 
-    `handle_zero_tail` is on: a step that only one sample of the group reaches has baseline 0.
+    Step n is the n-th token that the policy sampled, so tool output between tokens does not count. `handle_zero_tail`
+    defaults to true: a step that only one sample of the group reaches has baseline 0.
     """
     check_matrix(
         token_level_rewards=token_level_rewards,
@@ -422,7 +440,7 @@ def _path_energy(
 ) -> torch.Tensor:
     check_finite("old_log_probs", old_log_probs, response_mask)
     check_finite("sum_pi_squared", sum_pi_squared, response_mask)
-    # Never negative, as sum_pi_squared is at least the square of the token's own probability; only rounding can be.
+    # The exact value is never negative, because sum_pi_squared >= p^2 for the sampled token. Clamp rounding errors.
     energy = (1.0 - 2.0 * old_log_probs.float().exp() + sum_pi_squared.float()).clamp(min=0.0)
     if rollout_is_weights is not None:
         energy = energy * rollout_is_weights.float().square()
@@ -437,7 +455,7 @@ def _step_baselines(
     handle_zero_tail: bool,
     epsilon: float,
 ) -> torch.Tensor:
-    # With epsilon in every weight a step of no energy at all falls back to the plain mean.
+    # With epsilon in every weight, a step at which all energies are 0 falls back to the plain mean.
     weights = (energy + epsilon) * reached
     count = groups.sum(reached.long())
     baselines = groups.sum(returns * weights) / groups.sum(weights).masked_fill(count == 0, 1.0)

@@ -1,4 +1,10 @@
-"""KL estimators from the log-probs of sampled tokens, the KL controllers, and KL in the reward."""
+"""KL divergence, entropy and the critic's loss, from tensors `[B, T]` of sampled tokens.
+
+* `kl_penalty`, `compute_kl_loss`, `apply_kl_penalty`: KL estimators, as a loss term and as a part of the reward.
+* `FixedKLController`, `AdaptiveKLController`: the coefficient of KL in the reward.
+* `entropy_from_logits`, `compute_entropy_loss`: entropy of the policy.
+* `compute_value_loss`: the critic's clipped loss.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -19,20 +25,20 @@ from meshrl.algorithms.masking import (
 )
 from meshrl.registry import unknown_name
 
-# exp() of a log-ratio is taken within this bound: e^20 is 4.9e8, far above any useful ratio and far below overflow.
+# Log-ratios are clamped to ± this bound before exp(): e^20 is 4.9e8, far above any useful ratio and far below overflow.
 LOG_RATIO_BOUND = 20.0
-# The adaptive coefficient falls to no less than this share of itself in one step: by the formula alone it would change
-# its sign where a step has five times as many samples as the horizon.
+# The smallest factor of the adaptive coefficient in one update. Without this bound, the formula would make the
+# coefficient negative if a step has more than five times as many samples as the horizon.
 SMALLEST_FACTOR = 0.01
 
 KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
 def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str) -> torch.Tensor:
-    """Per-token estimate of KL(policy || reference) by name: kl=k1, abs, mse=k2, low_var_kl=k3.
+    """Estimate KL(policy || reference) per token by the named estimator: kl=k1, abs, mse=k2, low_var_kl=k3.
 
-    A trailing `+` keeps the value of the named estimator and takes the gradient of k2, which is that of the true KL
-    in expectation; the plain k1 and k3 have a zero-mean or biased gradient when used in a loss.
+    A trailing `+` keeps the value of the named estimator and takes the gradient of k2. In expectation, the gradient of
+    k2 is that of the true KL. In a loss, the plain k1 has a gradient of mean zero and the plain k3 a biased gradient.
     """
     check_same_shape(logprob=logprob, ref_logprob=ref_logprob)
     straight_through = kl_penalty.endswith("+")
@@ -55,12 +61,12 @@ def _kl_value(logprob: torch.Tensor, ref_logprob: torch.Tensor, name: str) -> to
     if name in ("mse", "k2"):
         return 0.5 * difference.square()
     negative = (-difference).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    # The bound of 10 on the result keeps one token from dominating a batch; it is the field's convention.
+    # The conventional bound of 10 on the result keeps one token from dominating a batch.
     return (torch.expm1(negative) - negative).clamp(-10.0, 10.0)
 
 
 class KLController(Protocol):
-    """Holds the current KL coefficient in `value` and may change it after a step."""
+    """A KL controller: holds the current KL coefficient in `value` and may change the coefficient after a step."""
 
     value: float
 
@@ -70,23 +76,23 @@ class KLController(Protocol):
 
 
 class FixedKLController:
-    """A coefficient that never changes."""
+    """A KL controller whose coefficient stays at the configured value."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = float(kl_coef)
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing to adapt."""
+        """Do nothing, because a fixed coefficient does not depend on the measured KL."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The coefficient is the config's, also where a run that goes on has changed it."""
+        """Ignore the saved state, so that a resumed run uses the coefficient of its current config."""
 
 
 class AdaptiveKLController:
-    """Moves the coefficient so that the measured KL approaches `target_kl` (arXiv:1909.08593, section 2.2)."""
+    """A KL controller that moves the measured KL towards `target_kl` (arXiv:1909.08593, section 2.2)."""
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
         if target_kl <= 0 or horizon <= 0:
@@ -96,9 +102,9 @@ class AdaptiveKLController:
         self.horizon = float(horizon)
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Change the coefficient by at most 20 % per `horizon` samples; `n_steps` is the number of samples seen.
+        """Change the coefficient by at most 20 % per `horizon` samples, where `n_steps` is the number of new samples.
 
-        It stays positive: one update leaves at least `SMALLEST_FACTOR` of it.
+        The coefficient stays positive, because one update multiplies it by at least `SMALLEST_FACTOR`.
         """
         error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
         self.value *= max(1.0 + error * n_steps / self.horizon, SMALLEST_FACTOR)
@@ -107,11 +113,11 @@ class AdaptiveKLController:
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.value = float(state.get("value", self.value))  # a fixed controller's state has none
+        self.value = float(state.get("value", self.value))  # the state of a fixed controller has no value
 
 
 def get_kl_controller(kl_ctrl: Any) -> KLController:
-    """The controller described by `kl_ctrl.{type, kl_coef, target_kl, horizon}`."""
+    """Build the KL controller that `kl_ctrl.{type, kl_coef, target_kl, horizon}` describes."""
     if kl_ctrl.type == "fixed":
         return FixedKLController(kl_coef=kl_ctrl.kl_coef)
     if kl_ctrl.type == "adaptive":
@@ -127,9 +133,10 @@ def apply_kl_penalty(
     kl_ctrl: KLController,
     kl_penalty: str = "kl",
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Rewards = scores - coefficient x KL, with the measured KL; the controller is updated with it.
+    """Subtract coefficient * KL from the scores `[B, T]`, update the controller, and return rewards and metrics.
 
-    The KL that is measured is the mean over sequences of each sequence's mean over its tokens.
+    The measured KL is the mean over sequences of each sequence's mean over its tokens. The rewards use the coefficient
+    from before the update.
     """
     check_matrix(
         token_level_scores=token_level_scores,
@@ -156,7 +163,10 @@ def compute_kl_loss(
     loss_agg_mode: str = "token-mean",
     stats: BatchStats | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """KL to the reference as a loss term (share of the global one times dp_size), and its additive metric."""
+    """Compute the KL to the reference as a loss term, and the loss term's additive metric.
+
+    The loss is this micro-batch's share of the global loss times `dp_size`.
+    """
     check_matrix(log_prob=log_prob, ref_log_prob=ref_log_prob, response_mask=response_mask)
     stats = resolve_stats(stats, response_mask)
     divergence = _estimate(log_prob, ref_log_prob, kl_penalty)
@@ -164,15 +174,18 @@ def compute_kl_loss(
     return loss, {"actor/kl_loss": loss.detach().float() / stats.dp_size}
 
 
-# `kl_penalty` is both the function's name and, as in code users already have, the argument that names the estimator.
+# `kl_penalty` is the function above and, as in existing user code, the argument that names the estimator.
 _estimate = kl_penalty
 
 
-# Entropy of the policy, as a measure and as a loss.
+# Entropy of the policy, as a metric and as a loss.
 
 
 def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
-    """Entropy of the categorical distributions over the last dim: logsumexp - sum p * logit, in float32 at least."""
+    """Compute the entropy of the categorical distributions over the last dimension: logsumexp - sum p * logit.
+
+    Logits in float16 or bfloat16 are converted to float32.
+    """
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     # Logits of -inf (masked tokens) have probability 0 and must not become NaN in the product.
     finite = logits.masked_fill(torch.isneginf(logits), 0.0)
@@ -185,7 +198,7 @@ def compute_entropy_loss(
     loss_agg_mode: str = "token-mean",
     stats: BatchStats | None = None,
 ) -> torch.Tensor:
-    """Aggregated entropy of `logits` [batch, response_length, vocabulary]; subtracted from a loss it makes explore."""
+    """Aggregate the entropy of `logits` `[B, T, vocabulary]`. Subtracting it from a loss encourages exploration."""
     return agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode, stats=stats)
 
 
@@ -205,10 +218,11 @@ def compute_value_loss(
     global_batch_size: Count | None = None,
     loss_scale_factor: Count | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Half the squared error, the larger of that of `vpreds` and of `vpreds` clipped to `values` ± `cliprange_value`.
+    """Compute the critic's loss: half the larger squared error of `vpreds` and of the clipped `vpreds`.
 
-    Returns the loss (as every loss here: the share of the global one times dp_size) and the additive share of the
-    fraction of tokens where the clipped error was the larger.
+    Predictions are clipped to `values` ± `cliprange_value`. Return the loss, which is this micro-batch's share of the
+    global loss times `dp_size`, and the additive share of the clip fraction. The clip fraction counts the tokens whose
+    clipped error is the larger.
     """
     check_matrix(vpreds=vpreds, returns=returns, values=values, response_mask=response_mask)
     clipped_predictions = torch.minimum(torch.maximum(vpreds, values - cliprange_value), values + cliprange_value)
@@ -241,6 +255,9 @@ def _real(count: Count | None) -> float | None:
 def log_ratio(
     log_prob: torch.Tensor, old_log_prob: torch.Tensor, response_mask: torch.Tensor, bound: float = LOG_RATIO_BOUND
 ) -> torch.Tensor:
-    """log(new / old) per token, 0 outside the mask, kept within ±bound (beyond it the gradient is 0)."""
+    """Return log(new / old) per token `[B, T]`, clamped to ±`bound` and 0 outside the mask.
+
+    The gradient is 0 if the log-ratio exceeds the bound.
+    """
     difference = torch.where(response_mask.bool(), log_prob - old_log_prob, torch.zeros_like(log_prob))
     return difference.clamp(-bound, bound)

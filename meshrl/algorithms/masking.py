@@ -1,4 +1,10 @@
-"""Sums, means and whitening over the set elements of a mask. What stands under a zero of the mask never matters."""
+"""Masked statistics, loss aggregation and argument checks. Values outside a mask never influence a result.
+
+* `masked_sum`, `masked_mean`, `masked_var`, `masked_whiten`, `Moments`: statistics of the set elements of a mask.
+* `BatchStats`, `CovarianceStats`: global counts of a mini-batch, by which losses are normalised.
+* `agg_loss`, `token_mean_metric`: aggregation of token losses and of metrics.
+* `check_matrix`, `check_finite`, ...: checks of tensor arguments.
+"""
 
 import math
 from collections.abc import Iterator
@@ -8,45 +14,52 @@ import torch
 
 from meshrl.registry import unknown_name
 
-BLOCK_ELEMENTS = 2**18  # a megabyte of float32 for each thread
-# Squared deviations below this share of the squares may be those of rounding alone.
+BLOCK_ELEMENTS = 2**18  # 1 MiB of float32 per thread
+# If the squared deviations are below this fraction of the sum of squares, rounding alone may cause the deviations.
 NEARLY_EQUAL = 1e-6
 
 
 def masked_sum(values: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Sum of the values where `mask` is set; NaN or inf under a zero does not leak in."""
+    """Sum the values at the set elements of `mask`. NaN or inf outside the mask has no effect."""
     kept = torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
     return kept.sum() if dim is None else kept.sum(dim)
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Mean of the values where `mask` is set; a row without any set element has mean 0."""
+    """Average the values at the set elements of `mask`. A row without a set element has mean 0."""
     count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
     return masked_sum(values, mask, dim) / count.clamp(min=1)
 
 
 def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
-    """Variance over the set elements; one element alone has variance 0."""
+    """Compute the variance of the values at the set elements of `mask`. A single set element has variance 0."""
     count = mask.bool().sum()
     squares = masked_sum((values - masked_mean(values, mask)) ** 2, mask)
     return squares / (count - 1 if unbiased else count).clamp(min=1)
 
 
 def mask_bytes(mask: torch.Tensor) -> torch.Tensor:
-    """The mask as int8, 0 or 1; a bool mask is not copied. On a CPU int8 becomes float six times as fast as bool does,
-    and moves through memory eight times as fast as int64."""
+    """Return the mask as int8 with values 0 or 1. A bool mask is not copied.
+
+    On a CPU, int8 is converted to float six times as fast as bool, and moves through memory eight times as fast as
+    int64.
+    """
     return mask.bool().view(torch.int8)
 
 
 def any_above(flags: torch.Tensor, others: torch.Tensor) -> bool:
-    """Is any of the `mask_bytes` 1 where the other is 0? On a CPU amax() is much faster than any()."""
+    """Return whether `flags` is 1 at any position at which `others` is 0; both come from `mask_bytes`.
+
+    The code uses amax(), which is much faster than any() on a CPU.
+    """
     return bool((flags > others).view(torch.int8).amax())
 
 
 def zero_outside(values: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The values where `weight`, a mask as float, is 1, and 0 elsewhere.
+    """Return the values where `weight`, a float mask, is 1, and 0 elsewhere.
 
-    On a CPU the product is ten times as fast as a selection, but it keeps NaN and inf; only then a selection is made.
+    On a CPU a product is ten times as fast as a selection, but a product keeps NaN and inf. The selection is computed
+    only if the product is not finite.
     """
     product = torch.mul(values, weight, out=out)
     if math.isfinite(float(product.sum())):
@@ -55,9 +68,11 @@ def zero_outside(values: torch.Tensor, weight: torch.Tensor, out: torch.Tensor |
 
 
 def row_blocks(matrix: torch.Tensor, buffers: int = 0) -> Iterator[tuple[slice, list[torch.Tensor]]]:
-    """Slices of rows small enough for a CPU's cache, where a chain of operations is several times as fast; on other
-    devices all rows at once. With each come float32 `buffers` of its shape, the same memory every time: new memory
-    costs a CPU more than the arithmetic on it."""
+    """Yield slices of rows, with `buffers` float32 scratch tensors of each slice's shape.
+
+    On a CPU each slice fits the cache, so that a chain of operations is several times as fast. On other devices one
+    slice covers all rows. All slices share the scratch memory, because allocation costs a CPU more than the arithmetic.
+    """
     rows, columns = matrix.shape
     elements = BLOCK_ELEMENTS * torch.get_num_threads()
     step = max(elements // max(columns, 1), 1) if matrix.device.type == "cpu" else max(rows, 1)
@@ -70,31 +85,31 @@ def row_blocks(matrix: torch.Tensor, buffers: int = 0) -> Iterator[tuple[slice, 
 
 
 def _squared_norm(matrix: torch.Tensor) -> float:
-    """The sum of the squares, row by row first: one long float32 sum would lose digits."""
+    """Return the sum of the squares of a matrix, summed by rows first, because one long float32 sum loses digits."""
     return float(torch.linalg.vector_norm(torch.linalg.vector_norm(matrix, dim=-1))) ** 2
 
 
 @dataclass
 class Moments:
-    """Count, mean and sum of squared deviations of set elements, gathered block by block without loss of precision."""
+    """The count, mean and sum of squared deviations of set elements, accumulated by blocks at full precision."""
 
     count: float = 0.0
     mean: float = 0.0
     squares: float = 0.0
 
     def add(self, values: torch.Tensor, weight: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
-        """Take in a block of values that are 0 where `weight`, a mask as float, is 0."""
+        """Add a block of values, which must be 0 where `weight`, a float mask, is 0."""
         count = float(weight.sum())
         if count == 0:
             return
         mean = float(values.sum()) / count
         around_zero = _squared_norm(values)
         squares = around_zero - count * mean**2
-        if not squares > 0.5 * around_zero:  # the difference would lose digits
+        if not squares > 0.5 * around_zero:  # the difference has lost digits
             squares = _squared_norm(torch.sub(values, mean, out=scratch).mul_(weight))
             if squares <= NEARLY_EQUAL * around_zero:
                 same = float(values.flatten()[weight.argmax()])
-                if torch.equal(values, weight * same):  # the mean of equal values is that value, not one near it
+                if torch.equal(values, weight * same):  # the mean of equal values is exactly that value
                     mean, squares = same, 0.0
         total, step = self.count + count, mean - self.mean
         self.squares += squares + step**2 * self.count * count / total
@@ -102,12 +117,15 @@ class Moments:
         self.count = total
 
     def scale(self, eps: float) -> float:
-        """The factor that brings the variance (n - 1) to 1."""
+        """Return the factor by which to multiply the values to get variance (n - 1) 1."""
         return 1.0 / math.sqrt(self.squares / max(self.count - 1, 1) + eps)
 
 
 def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True, eps: float = 1e-8) -> torch.Tensor:
-    """Scale the set elements of a matrix to variance 1 and, with `shift_mean`, mean 0. The others come back as 0."""
+    """Scale the set elements of a matrix `[B, T]` to variance 1 and, with `shift_mean`, shift their mean to 0.
+
+    Elements outside the mask are 0 in the result.
+    """
     check_not_empty(mask, "mask")
     kept, moments, mask = torch.empty_like(values), Moments(), mask.bool()
     for rows, _ in row_blocks(values):
@@ -119,7 +137,7 @@ def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = T
 def whiten_(
     values: torch.Tensor, mask: torch.Tensor, moments: Moments, shift_mean: bool = True, eps: float = 1e-8
 ) -> torch.Tensor:
-    """`masked_whiten` in place, of values that are 0 outside the mask already and whose moments are known."""
+    """Whiten values in place, given their moments. The values must be 0 outside the mask already."""
     scale = moments.scale(eps)
     shift = moments.mean if shift_mean else moments.mean - moments.mean / scale
     for rows, (weight,) in row_blocks(values, buffers=1):
@@ -128,12 +146,12 @@ def whiten_(
     return values
 
 
-# The global counts of a mini-batch, which every loss is normalised by.
+# The global counts of a mini-batch, by which every loss is normalised.
 
 
 @dataclass(frozen=True)
 class CovarianceStats:
-    """What clip_cov, kl_cov and m2po must know of the whole mini-batch: two means, and bounds of the chosen tokens."""
+    """The selection of clip_cov, kl_cov or m2po over the whole mini-batch: two means, and bounds of selected tokens."""
 
     mean_advantage: float
     mean_log_prob: float
@@ -145,8 +163,8 @@ class CovarianceStats:
 class BatchStats:
     """Counts of one mini-batch over all data-parallel ranks and all micro-batches.
 
-    A loss normalised by these counts and multiplied by `dp_size` has the same gradient however the mini-batch is
-    split: micro-batches add up, and averaging gradients over the `dp_size` ranks undoes the factor.
+    A loss normalised by these counts and multiplied by `dp_size` has the same gradient for every split of the
+    mini-batch. Gradients of micro-batches add up, and averaging gradients over the `dp_size` ranks cancels the factor.
     """
 
     dp_size: int = 1
@@ -167,14 +185,14 @@ class BatchStats:
 
     @classmethod
     def of(cls, response_mask: torch.Tensor, dp_size: int = 1, loss_scale_factor: float | None = None) -> "BatchStats":
-        """The counts of this mask alone; `loss_scale_factor` defaults to its width."""
+        """Count the tokens and sequences of this mask `[B, T]`; `loss_scale_factor` defaults to the width T."""
         tokens_per_sequence = response_mask.bool().sum(-1)
         counts = torch.stack([tokens_per_sequence.sum(), (tokens_per_sequence > 0).sum()]).tolist()
         width = float(response_mask.shape[-1]) or None
         return cls(dp_size, int(counts[0]), int(counts[1]), loss_scale_factor or width)
 
     def __add__(self, other: "BatchStats") -> "BatchStats":
-        """Counts of two parts of one mini-batch together."""
+        """Return the combined counts of two parts of one mini-batch."""
         if self.num_tokens is None or other.num_tokens is None:
             raise ValueError("BatchStats without num_tokens cannot be added")
         if self.num_sequences is None or other.num_sequences is None:
@@ -192,7 +210,7 @@ class BatchStats:
 
 
 def resolve_stats(stats: BatchStats | None, response_mask: torch.Tensor) -> BatchStats:
-    """`stats` with its missing counts taken from the mask, which must then be the whole mini-batch."""
+    """Return `stats` with missing counts taken from `response_mask`, which must then be the whole mini-batch."""
     if stats is None:
         return BatchStats.of(response_mask)
     if stats.num_tokens is not None and stats.num_sequences is not None:
@@ -210,7 +228,7 @@ def resolve_stats(stats: BatchStats | None, response_mask: torch.Tensor) -> Batc
     )
 
 
-# From a matrix of token losses to one number, normalised by the global counts.
+# Aggregation of a matrix of token losses to a scalar, normalised by the global counts.
 
 LOSS_AGG_MODES = (
     "token-mean",
@@ -233,9 +251,10 @@ def agg_loss(
     loss_scale_factor: Count | None = None,
     stats: BatchStats | None = None,
 ) -> torch.Tensor:
-    """This micro-batch's share of the global loss, times `dp_size`. Counts come from `stats` or one by one.
+    """Aggregate token losses `[B, T]` to this micro-batch's share of the global loss, times `dp_size`.
 
-    Counts that are not given are those of `loss_mask`, which must then be the whole mini-batch (`dp_size` 1).
+    The global counts come from `stats` or from the single arguments. Missing counts are taken from `loss_mask`, which
+    must then be the whole mini-batch (`dp_size` 1).
     """
     check_matrix(loss_mat=loss_mat, loss_mask=loss_mask)
     if loss_agg_mode not in LOSS_AGG_MODES:
@@ -266,13 +285,13 @@ def agg_loss(
 
 
 def token_mean_metric(values: torch.Tensor, response_mask: torch.Tensor, stats: BatchStats) -> torch.Tensor:
-    """This micro-batch's additive share of the mean of `values` over all response tokens of the mini-batch."""
+    """Return this micro-batch's additive share of the mean of `values` over all response tokens of the mini-batch."""
     assert stats.num_tokens is not None
     return masked_sum(values.detach().float(), response_mask) / max(stats.num_tokens, 1)
 
 
 def _count(name: str, given: Count | None, counted: torch.Tensor, dp_size: int) -> Count:
-    """The given global count, or the local one where that is the global one; never zero."""
+    """Return the given global count, or the local count if `dp_size` is 1. Raise `ValueError` for zero."""
     if given is None:
         if dp_size > 1:
             raise ValueError(f"dp_size is {dp_size}: {name} must be given, counted over all data-parallel ranks")
@@ -282,11 +301,11 @@ def _count(name: str, given: Count | None, counted: torch.Tensor, dp_size: int) 
     return given
 
 
-# Checks of tensor arguments: every failure names the argument and the place.
+# Checks of tensor arguments. Error messages contain the argument's name and the position.
 
 
 def check_same_shape(**tensors: torch.Tensor | None) -> None:
-    """Raise if the given tensors (None = absent) do not all have the first one's shape."""
+    """Raise `ValueError` if the tensors differ in shape. Tensors that are None are ignored."""
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     first_name, first = next(iter(present.items()))
     for name, tensor in present.items():
@@ -297,7 +316,7 @@ def check_same_shape(**tensors: torch.Tensor | None) -> None:
 
 
 def check_matrix(**tensors: torch.Tensor | None) -> None:
-    """Raise unless the tensors are [batch, response length] matrices of one shape."""
+    """Raise `ValueError` unless the tensors are matrices `[B, T]` of the same shape. None is ignored."""
     check_same_shape(**tensors)
     name, tensor = next((name, tensor) for name, tensor in tensors.items() if tensor is not None)
     if tensor.dim() != 2:
@@ -305,7 +324,7 @@ def check_matrix(**tensors: torch.Tensor | None) -> None:
 
 
 def check_finite(name: str, tensor: torch.Tensor, mask: torch.Tensor | None = None) -> None:
-    """Raise if `tensor` has a NaN or inf where `mask` is set (default: anywhere), and say where the first one is."""
+    """Raise `ValueError` with the first position if `tensor` has a NaN or inf inside `mask` (default: anywhere)."""
     bad = ~torch.isfinite(tensor)
     if mask is not None:
         bad &= mask.bool()
@@ -316,13 +335,13 @@ def check_finite(name: str, tensor: torch.Tensor, mask: torch.Tensor | None = No
 
 
 def check_not_empty(mask: torch.Tensor, name: str = "response_mask") -> None:
-    """Raise if no element of `mask` is set."""
-    # The first row of a response mask is nearly always set somewhere: it spares a pass over the whole matrix.
+    """Raise `ValueError` if no element of `mask` is set."""
+    # The first row of a response mask nearly always has a set element, which saves a pass over the whole matrix.
     if not bool(mask[:1].any()) and not bool(mask.any()):
         raise ValueError(f"{name} of shape {tuple(mask.shape)} selects no token: there is nothing to compute on")
 
 
 def check_length(name: str, length: int, batch: int) -> None:
-    """Raise unless a per-sample argument has one entry a sample."""
+    """Raise `ValueError` unless a per-sample argument has one entry per sample."""
     if length != batch:
         raise ValueError(f"{name} has {length} entries for a batch of {batch} samples")

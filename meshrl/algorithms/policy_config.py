@@ -1,4 +1,4 @@
-"""The parameters of the policy losses, read from any object that has some of them."""
+"""The parameters of all policy losses, and their reading from a config object or mapping."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -7,11 +7,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
-    """Parameters of all policy losses; each loss reads its own. None means the default that the loss documents."""
+    """The parameters of all policy losses. Each loss reads only its own. None means the default in the comment."""
 
     clip_ratio: float = 0.2
-    clip_ratio_low: float | None = None  # follows clip_ratio
-    clip_ratio_high: float | None = None  # follows clip_ratio
+    clip_ratio_low: float | None = None  # default: clip_ratio
+    clip_ratio_high: float | None = None  # default: clip_ratio
     clip_ratio_c: float | None = None  # dual clip: 3.0; cap of the ratio in dppo_*: 20.0
     tau_pos: float = 1.0  # sapo
     tau_neg: float = 1.05  # sapo
@@ -52,7 +52,10 @@ class PolicyLossConfig:
 
     @classmethod
     def read(cls, config: Any) -> "PolicyLossConfig":
-        """Take each parameter from `config` or `config.policy_loss` (attributes or keys) where it is there and set."""
+        """Read each parameter from `config.policy_loss`, else from `config`, else use the default.
+
+        `config` has attributes or keys. A value of None counts as missing.
+        """
         if config is None:
             return cls()
         if isinstance(config, cls):
@@ -74,7 +77,7 @@ class PolicyLossConfig:
 
 
 def field_of(source: Any, name: str) -> Any:
-    """Read one field of a config, which has attributes or keys or is None; None if the field is missing."""
+    """Return the field `name` of a config with attributes or keys, or None if the field or the config is missing."""
     if isinstance(source, Mapping):
         return source.get(name)
     return getattr(source, name, None)

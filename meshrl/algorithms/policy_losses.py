@@ -1,8 +1,14 @@
-"""Policy losses by name: how they are called, registered and found, and the clipped PPO loss itself.
+"""The registry of policy losses, and all policy losses but those of `covariance_losses.py`.
 
-Every loss has the same arguments and returns `(loss, metrics)`. The loss is this micro-batch's share of the global
-loss times `stats.dp_size`; each metric is an additive share of its global value: summed over all micro-batches and
-ranks it is exact for any split.
+Every loss takes tensors `[B, T]` and returns `(loss, metrics)`. The loss is this micro-batch's share of the global loss
+times `stats.dp_size`. Each metric is an additive share of its global value, so that the sum over all micro-batches and
+ranks is exact for every split.
+
+* `register_policy_loss`, `get_policy_loss_fn`: register and find a loss by its name.
+* `reduce_policy_loss`, `loss_without`, `clipped_surrogate`: parts that several losses share.
+* vanilla (PPO), gspo, geo_mean, sapo, cispo, dppo_tv, dppo_kl: losses that bound the step of a token or sequence.
+* gpg, dro: losses without a clip.
+* decoupled, icepop, topr, bypass_mode: losses for data that another policy than the trainer's sampled.
 """
 
 from collections.abc import Callable
@@ -24,7 +30,7 @@ Metrics = dict[str, torch.Tensor]
 
 
 class PolicyLossFn(Protocol):
-    """The one shape of a policy loss; tensors are [batch, response_length]."""
+    """The signature of all policy losses. Tensors are `[B, T]` (batch, response length)."""
 
     def __call__(
         self,
@@ -45,9 +51,9 @@ _ZERO_WITH_ADVANTAGE: set[Callable[..., Any]] = set()
 def register_policy_loss(
     name: str, zero_where_advantage_is_zero: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator that enters a policy loss under `name`.
+    """Return a decorator that registers a policy loss under `name`.
 
-    `zero_where_advantage_is_zero` promises that a sample whose advantages are all zero has no gradient.
+    `zero_where_advantage_is_zero` declares that a sample whose advantages are all zero has no gradient.
     """
 
     def enter(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,12 +65,12 @@ def register_policy_loss(
 
 
 def get_policy_loss_fn(name: str) -> PolicyLossFn:
-    """The policy loss called `name`, or one's own by `file.py:name`."""
+    """Return the policy loss registered as `name`, or load the user's function at `file.py:name`."""
     return POLICY_LOSSES.get(name)
 
 
 def is_zero_where_advantage_is_zero(name: str) -> bool:
-    """Whether a sample with only zero advantages adds nothing to this loss's gradient, so it can be skipped."""
+    """Return whether samples whose advantages are all zero have no gradient in this loss, and can be skipped."""
     return POLICY_LOSSES.get(name) in _ZERO_WITH_ADVANTAGE
 
 
@@ -75,7 +81,7 @@ def check_loss_inputs(
     response_mask: torch.Tensor,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> None:
-    """Shapes of a policy loss's tensors must agree."""
+    """Raise `ValueError` unless the tensors of a policy loss are matrices `[B, T]` of the same shape."""
     check_matrix(
         old_log_prob=old_log_prob,
         log_prob=log_prob,
@@ -93,7 +99,7 @@ def reduce_policy_loss(
     stats: BatchStats | None,
     token_metrics: dict[str, torch.Tensor],
 ) -> tuple[torch.Tensor, Metrics]:
-    """Weight and aggregate the token losses; turn `token_metrics` (values per token) into additive shares of means."""
+    """Weight and aggregate token losses `[B, T]`, and turn `token_metrics` `[B, T]` into additive shares of means."""
     stats = resolve_stats(stats, response_mask)
     if rollout_is_weights is not None:
         token_losses = token_losses * rollout_is_weights.detach()
@@ -104,7 +110,7 @@ def reduce_policy_loss(
 
 
 def behaviour_weights(name: str, weights: torch.Tensor | None) -> torch.Tensor:
-    """The rollout's weights for a loss that cannot do without them."""
+    """Return the importance weights without gradient, and raise `ValueError` if the loss `name` lacks its weights."""
     if weights is None:
         raise ValueError(
             f"policy loss {name!r} needs rollout_is_weights, the untruncated ratio of old_log_prob to the rollout's: "
@@ -125,7 +131,10 @@ def loss_without(
     config: Any,
     stats: BatchStats | None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """A weighted loss in which some tokens weigh nothing; they still count as tokens."""
+    """Compute `loss_fn` with weight 0 for the tokens in the mask `left_out`.
+
+    Tokens with weight 0 still count as tokens in the normalisation.
+    """
     stats = resolve_stats(stats, response_mask)
     kept = weights.masked_fill(left_out, 0.0)
     loss, metrics = loss_fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, kept, stats)
@@ -136,7 +145,10 @@ def loss_without(
 def clipped_surrogate(
     ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's pessimistic loss max(-A r, -A clip(r, 1-low, 1+high)) per token, and where the clip was the larger."""
+    """Compute PPO's pessimistic loss max(-A r, -A clip(r, 1-low, 1+high)) per token, as `[B, T]`.
+
+    Also return the mask of the tokens whose clipped loss is the larger.
+    """
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - low, 1.0 + high)
     return torch.maximum(plain, clipped), clipped > plain
@@ -153,7 +165,10 @@ def compute_policy_loss_vanilla(
     rollout_is_weights: torch.Tensor | None = None,
     stats: BatchStats | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """PPO with clipping (arXiv:1707.06347) and, for negative advantages, the dual clip at -A c (arXiv:1912.09729)."""
+    """Compute PPO's clipped loss (arXiv:1707.06347), with the dual clip of negative advantages (arXiv:1912.09729).
+
+    The dual clip bounds the loss of tokens with negative advantage at -A c, where c is `clip_ratio_c` (default 3.0).
+    """
     check_loss_inputs(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
     parameters = PolicyLossConfig.read(config)
     ratio_c = 3.0 if parameters.clip_ratio_c is None else parameters.clip_ratio_c
@@ -171,7 +186,8 @@ def compute_policy_loss_vanilla(
     )
 
 
-# Policy losses that bound a token's or sequence's step: GSPO, GMPO, SAPO, CISPO, DPPO; and the unbounded GPG, DRO.
+# Policy losses that bound the step of a token or sequence (GSPO, GMPO, SAPO, CISPO, DPPO), and losses without a clip
+# (GPG, DRO).
 
 
 @register_policy_loss("gspo", zero_where_advantage_is_zero=True)
@@ -185,10 +201,11 @@ def compute_policy_loss_gspo(
     rollout_is_weights: torch.Tensor | None = None,
     stats: BatchStats | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """GSPO (arXiv:2507.18071): PPO's clip on the sequence's ratio, the geometric mean of its tokens' ratios.
+    """Compute the GSPO loss (arXiv:2507.18071): PPO's clip on the ratio of the sequence.
 
-    Every token carries that ratio with its own gradient (the token variant of the paper), so advantages may differ
-    within a sequence. The paper's objective is the mode seq-mean-token-mean.
+    The sequence ratio is the geometric mean of the token ratios. Every token has the value of that ratio with its own
+    gradient (the token variant of the paper), so advantages may differ within a sequence. The paper's objective is the
+    aggregation mode seq-mean-token-mean.
     """
     check_loss_inputs(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
     parameters = PolicyLossConfig.read(config)
@@ -215,11 +232,11 @@ def compute_policy_loss_geo_mean(
     rollout_is_weights: torch.Tensor | None = None,
     stats: BatchStats | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """GMPO (arXiv:2507.20673): minus advantage times the geometric mean of ratios that are clipped token by token.
+    """Compute the GMPO loss (arXiv:2507.20673): minus advantage times the geometric mean of clipped token ratios.
 
-    The clip range is of the log-ratio, [-clip_ratio_low, clip_ratio_high], and only cuts steps in the direction the
-    advantage asks for. The loss belongs to the sequence, with its mean advantage and the geometric mean of
-    `rollout_is_weights`; the paper's objective is the mode seq-mean-token-mean.
+    The clip range of the log-ratio is [-clip_ratio_low, clip_ratio_high]. Only steps in the direction of the advantage
+    are clipped. The loss is per sequence: it uses the sequence's mean advantage and the geometric mean of
+    `rollout_is_weights`. The paper's objective is the aggregation mode seq-mean-token-mean.
     """
     check_loss_inputs(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
     parameters = PolicyLossConfig.read(config)
@@ -252,9 +269,9 @@ def compute_policy_loss_sapo(
     rollout_is_weights: torch.Tensor | None = None,
     stats: BatchStats | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """SAPO (arXiv:2511.20347): a soft gate 4/tau * sigmoid(tau (r - 1)) in place of the clip.
+    """Compute the SAPO loss (arXiv:2511.20347), with a soft gate 4/tau * sigmoid(tau (r - 1)) instead of the clip.
 
-    `tau_pos` for positive advantages, `tau_neg` for the others; the paper aggregates by seq-mean-token-mean.
+    tau is `tau_pos` for positive advantages and `tau_neg` for all others. The paper aggregates by seq-mean-token-mean.
     """
     check_loss_inputs(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
     parameters = PolicyLossConfig.read(config)
@@ -276,7 +293,10 @@ def compute_policy_loss_cispo(
     rollout_is_weights: torch.Tensor | None = None,
     stats: BatchStats | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """CISPO (arXiv:2506.13585): the clipped ratio is a constant weight of log-prob, so no token loses its gradient."""
+    """Compute the CISPO loss (arXiv:2506.13585): minus advantage times log-prob, weighted by the clipped ratio.
+
+    The weight is a constant without gradient, so that clipped tokens keep their gradient.
+    """
     check_loss_inputs(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
     parameters = PolicyLossConfig.read(config)
     log_r = log_ratio(log_prob, old_log_prob, response_mask)
@@ -298,8 +318,11 @@ def compute_policy_loss_dppo_tv(
     rollout_is_weights: torch.Tensor | None = None,
     stats: BatchStats | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """DPPO (arXiv:2602.04879) with total variation: a token counts while its probability moved by at most clip_ratio
-    (`_low`, `_high`) in the direction its advantage asks for."""
+    """Compute the DPPO loss (arXiv:2602.04879) with a trust region in total variation.
+
+    A token contributes while its probability has moved by at most clip_ratio (`_low`, `_high`) in the direction of its
+    advantage.
+    """
     check_loss_inputs(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
     parameters = PolicyLossConfig.read(config)
     moved = log_prob.detach().exp() - old_log_prob.exp()
@@ -320,12 +343,16 @@ def compute_policy_loss_dppo_kl(
     rollout_is_weights: torch.Tensor | None = None,
     stats: BatchStats | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """DPPO (arXiv:2602.04879) with the KL of "this token or another": a token counts while that KL is at most
-    clip_ratio (`_low`, `_high`) or its probability moved against its advantage."""
+    """Compute the DPPO loss (arXiv:2602.04879) with a trust region in binary KL.
+
+    The binary KL compares the distributions over two outcomes: the sampled token, or any other token. A token
+    contributes while this KL is at most clip_ratio (`_low`, `_high`), or if its probability moved against its
+    advantage.
+    """
     check_loss_inputs(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
     parameters = PolicyLossConfig.read(config)
     new, old = log_prob.detach(), old_log_prob
-    # The small constant keeps both logarithms finite where a probability is 1 in float32.
+    # The small constant keeps the logarithm finite if a probability is 1 in float32.
     other = torch.log((1.0 - old.exp() + 1e-8) / (1.0 - new.exp() + 1e-8))
     divergence = old.exp() * (old - new) + (1.0 - old.exp()) * other
     rising = (divergence <= parameters.high) | (new <= old)
@@ -347,7 +374,10 @@ def _divergence_masked_loss(
     rollout_is_weights: torch.Tensor | None,
     stats: BatchStats | None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """-A * min(r, clip_ratio_c) * log-prob on the tokens inside the trust region; the weight is a constant."""
+    """Compute -A * min(r, clip_ratio_c) * log-prob on the tokens in the mask `inside`, with a constant weight.
+
+    The cap `clip_ratio_c` of the ratio defaults to 20.0.
+    """
     cap = 20.0 if parameters.clip_ratio_c is None else parameters.clip_ratio_c
     log_r = log_ratio(log_prob, old_log_prob, response_mask)
     ratio = log_r.detach().exp()
@@ -371,9 +401,9 @@ def compute_policy_loss_gpg(
     rollout_is_weights: torch.Tensor | None = None,
     stats: BatchStats | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """GPG (arXiv:2504.02546): the plain policy gradient -A * log-prob."""
+    """Compute the GPG loss (arXiv:2504.02546): the plain policy gradient -A * log-prob."""
     check_loss_inputs(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
-    PolicyLossConfig.read(config)  # refuses a config that the loss cannot follow
+    PolicyLossConfig.read(config)  # raises for a config that the loss cannot use
     metrics = _unclipped_metrics(log_ratio(log_prob, old_log_prob, response_mask))
     return reduce_policy_loss(-advantages * log_prob, response_mask, loss_agg_mode, rollout_is_weights, stats, metrics)
 
@@ -389,7 +419,10 @@ def compute_policy_loss_dro(
     rollout_is_weights: torch.Tensor | None = None,
     stats: BatchStats | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """DRO (arXiv:2405.19107): -A * log-prob + dro_beta / 2 * (log-ratio)^2, a soft pull back instead of a clip."""
+    """Compute the DRO loss (arXiv:2405.19107): -A * log-prob + dro_beta / 2 * (log-ratio)^2.
+
+    The quadratic term pulls the policy back to the old policy and replaces the clip.
+    """
     check_loss_inputs(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
     beta = PolicyLossConfig.read(config).dro_beta
     log_r = log_ratio(log_prob, old_log_prob, response_mask)
@@ -399,12 +432,12 @@ def compute_policy_loss_dro(
 
 
 def _unclipped_metrics(log_r: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The metrics of a loss without clipping, under the same names."""
+    """Return the metrics of a loss without clipping: clip fractions of 0, and the KL to the old policy."""
     nothing = torch.zeros_like(log_r)
     return {"actor/pg_clipfrac": nothing, "actor/pg_clipfrac_lower": nothing, "actor/ppo_kl": -log_r}
 
 
-# Policy losses for data from a policy other than the trainer's: decoupled PPO, IcePop, TOPR, and the bypass form.
+# Policy losses for data that a policy other than the trainer's sampled: decoupled PPO, IcePop, TOPR, bypass mode.
 
 
 @register_policy_loss("decoupled", zero_where_advantage_is_zero=True)
@@ -418,10 +451,11 @@ def compute_policy_loss_decoupled(
     rollout_is_weights: torch.Tensor | None = None,
     stats: BatchStats | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """Decoupled PPO (arXiv:2110.00641, arXiv:2505.24298): clip around the proximal policy `old_log_prob`, weighted by
-    its ratio to the behaviour policy.
+    """Compute the decoupled PPO loss (arXiv:2110.00641, arXiv:2505.24298).
 
-    `rollout_is_weights` is that ratio, untruncated; tokens where it exceeds behaviour_weight_cap are left out.
+    PPO clips around the proximal policy `old_log_prob`. Each token is weighted by the ratio of the proximal policy to
+    the behaviour policy. `rollout_is_weights` is this ratio, untruncated. Tokens whose ratio exceeds
+    `behaviour_weight_cap` are left out.
     """
     parameters = PolicyLossConfig.read(config)
     return _masked_weight_loss(
@@ -449,10 +483,10 @@ def compute_policy_loss_icepop(
     rollout_is_weights: torch.Tensor | None = None,
     stats: BatchStats | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """IcePop (arXiv:2510.18855): PPO's clip weighted by trainer / rollout, without the tokens where that ratio is
-    outside [icepop_low, icepop_high].
+    """Compute the IcePop loss (arXiv:2510.18855): PPO's clipped loss, weighted by the ratio trainer / rollout.
 
-    `rollout_is_weights` is that ratio, untruncated.
+    `rollout_is_weights` is this ratio, untruncated. Tokens whose ratio is outside [icepop_low, icepop_high] are left
+    out.
     """
     parameters = PolicyLossConfig.read(config)
     return _masked_weight_loss(
@@ -480,13 +514,14 @@ def compute_policy_loss_topr(
     rollout_is_weights: torch.Tensor | None = None,
     stats: BatchStats | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """TOPR (arXiv:2503.14286): the plain gradient, in which what is worse than the baseline fades as it gets unlikely.
+    """Compute the TOPR loss (arXiv:2503.14286): a policy gradient whose negative samples fade as their ratio falls.
 
-    Tokens of positive advantage have weight 1, those of negative advantage their sequence's ratio (the product of its
-    tokens') cut at 1, as a constant. The paper's objective is the mode seq-mean-token-sum.
+    A token of negative advantage is weighted by its sequence's ratio, truncated at 1. The sequence ratio is the
+    product of the token ratios and has no gradient. All other tokens have weight 1. The paper's objective is the
+    aggregation mode seq-mean-token-sum.
     """
     check_loss_inputs(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
-    PolicyLossConfig.read(config)  # refuses a config that the loss cannot follow
+    PolicyLossConfig.read(config)  # raises for a config that the loss cannot use
     log_r = log_ratio(log_prob, old_log_prob, response_mask)
     sequence_log_r = log_r.detach().sum(-1, keepdim=True)
     tapered = advantages < 0
@@ -512,7 +547,10 @@ def _masked_weight_loss(
     rollout_is_weights: torch.Tensor | None,
     stats: BatchStats | None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """The clipped loss with weights that are zero outside `bounds`; left-out tokens still count as tokens."""
+    """Compute PPO's clipped loss, weighted by `rollout_is_weights` inside `bounds` and by 0 outside.
+
+    Tokens with weight 0 still count as tokens in the normalisation.
+    """
     weights = behaviour_weights(name, rollout_is_weights)
     check_loss_inputs(old_log_prob, log_prob, advantages, response_mask, weights)
     return loss_without(
@@ -540,11 +578,12 @@ def compute_policy_loss_bypass_mode(
     rollout_is_weights: torch.Tensor | None = None,
     stats: BatchStats | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """Two policies only: `old_log_prob` are the rollout's own log-probs, and the current policy is compared with them.
+    """Compute a loss with two policies only: the current policy, and the rollout policy in `old_log_prob`.
 
-    `config.policy_loss.rollout_correction` (or `config.rollout_correction`) says how: loss_type ppo_clip lets the ratio
-    itself correct; reinforce weights -A * log-prob by rollout_is. Rejected tokens (rollout_rs) have no loss but still
-    count in the normalisation, which therefore stays the same for any split.
+    `config.policy_loss.rollout_correction` (or `config.rollout_correction`) selects the correction. With `loss_type`
+    ppo_clip, PPO's ratio to the rollout policy is itself the correction. With reinforce, -A * log-prob is weighted by
+    the importance weights of `rollout_is`. Tokens that `rollout_rs` rejects have no loss, but still count in the
+    normalisation, which is therefore the same for every split.
     """
     check_loss_inputs(old_log_prob, log_prob, advantages, response_mask)
     correction = _find_correction(config)

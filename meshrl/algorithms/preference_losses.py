@@ -1,7 +1,7 @@
-"""Losses of a pair of answers of which one was preferred, and of answers that were judged one by one.
+"""Preference losses: for pairs of a chosen and a rejected response (DPO and others), and for single responses (KTO).
 
-`chosen`, `rejected` [pairs] and `scores` [answers] say how much the model likes each answer: `compute_answer_scores`
-makes them of log-probs, and a reward model gives them itself.
+The losses take one score per response: `chosen` and `rejected` `[pairs]`, or `scores` `[responses]`.
+`compute_answer_scores` computes scores from log-probs. A reward model returns its scores directly.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from torch import Tensor
 
 from meshrl.registry import unknown_name
 
-# The loss of answers that were judged one by one, that of a reward model, those that compare a policy with a reference.
+# The loss of responses with a label each (KTO), the loss of a reward model, and all losses with a reference policy.
 JUDGED, REWARD = "kto", "reward"
 WITH_REFERENCE = ("dpo", "ipo", "hinge", JUDGED)
 PREFERENCE_LOSSES = (*WITH_REFERENCE, "simpo", "orpo", REWARD)
-# Those that look at the mean of an answer's tokens, not at their sum.
+# The losses that use the mean of a response's token log-probs, not the sum.
 BY_MEAN = ("ipo", "simpo", "orpo")
-SUREST = -1e-6  # a token's mean log-prob up to which odds are told: certainty has none
+SUREST = -1e-6  # the largest mean log-prob in log-odds, because the odds of probability 1 are infinite
 
 
 def compute_answer_scores(name: str, log_probs: Tensor, tokens: Tensor, reference: Tensor | None = None) -> Tensor:
-    """How much a policy likes answers, from the sums of their log-probs, their tokens, and the reference's sums.
+    """Compute one score per response, `[responses]`, for the loss `name`.
 
-    The log-ratio to the reference, for ipo a token's mean of it; for simpo the mean log-prob, for orpo its log-odds.
+    `log_probs` and `reference` are sums of token log-probs of the policy and of the reference policy, `tokens` is the
+    number of tokens. The score is the log-ratio to the reference, and for ipo this log-ratio per token. For simpo the
+    score is the mean log-prob per token, and for orpo the log-odds of that mean.
     """
     if (name in WITH_REFERENCE) != (reference is not None):
         raise ValueError(f"the loss {name} {'lacks' if reference is None else 'takes no'} reference log-probs")
@@ -45,7 +47,10 @@ def compute_preference_loss(
     label_smoothing: float = 0.0,
     simpo_gamma: float = 0.5,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each pair, and its margin: by how much the chosen answer leads, in the unit of rewards."""
+    """Compute the loss and the margin of each pair, both `[pairs]`.
+
+    The margin is the lead of the chosen response over the rejected response, in units of reward.
+    """
     if name not in PREFERENCE_LOSSES or name == JUDGED:
         raise unknown_name("loss of pairs", name, [known for known in PREFERENCE_LOSSES if known != JUDGED])
     margin = (chosen - rejected) * (1.0 if name == REWARD else beta)
@@ -68,9 +73,11 @@ def compute_kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each judged answer, and by how much it is on the right side of the baseline, in the unit of rewards.
+    """Compute the KTO loss and the margin of each response, both `[responses]`.
 
-    `scores` are log-ratios to the reference; the baseline is their mean for answers to other prompts, at least zero.
+    `scores` are log-ratios to the reference, and `good` marks the desirable responses. `baseline` is the mean log-ratio
+    of responses to other prompts, at least zero. The margin is the distance by which a response is on the right side of
+    the baseline, in units of reward.
     """
     lead = beta * torch.where(good, scores - baseline, baseline - scores)
     weights = torch.where(good, desirable_weight, undesirable_weight)

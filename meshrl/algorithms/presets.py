@@ -1,4 +1,4 @@
-"""Known algorithms as sets of config values: which estimator, loss, clip range and aggregation make each of them."""
+"""Presets of known algorithms: the config values of estimator, loss, clip range and aggregation for each algorithm."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         f"{_ACTOR}.use_kl_loss": True,
         f"{_ACTOR}.kl_loss_type": "low_var_kl",
     },
-    # arXiv:2503.20783: neither the group's std nor the response's length scales the gradient.
+    # arXiv:2503.20783: the gradient is scaled neither by the group's std nor by the response length.
     "dr_grpo": {
         "algorithm.adv_estimator": "grpo",
         "algorithm.norm_adv_by_std_in_grpo": False,
@@ -28,7 +28,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         f"{_ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm",
         f"{_ACTOR}.use_kl_loss": False,
     },
-    # arXiv:2503.14476: clip higher, token mean, groups of equal reward left out, long responses penalised.
+    # arXiv:2503.14476: higher upper clip, token mean, no groups of equal reward, a penalty on long responses.
     "dapo": {
         "algorithm.adv_estimator": "grpo",
         "algorithm.norm_adv_by_std_in_grpo": True,
@@ -68,7 +68,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def get_preset(name: str) -> dict[str, Any]:
-    """The config values (dotted keys) that make the named algorithm; a copy."""
+    """Return a copy of the preset `name`: config values of the algorithm by dotted keys."""
     if name not in PRESETS:
         raise unknown_name("algorithm preset", name, list(PRESETS))
     return dict(PRESETS[name])

@@ -1,8 +1,8 @@
-"""Correcting for a rollout policy that differs from the trainer's: importance weights, rejection, diagnostics.
+"""Correction for a rollout policy that differs from the trainer's: importance weights, rejection, diagnostics.
 
-`log_ratio` is always log(trainer / rollout) of the sampled tokens, [batch, response_length]. In the decoupled form the
-trainer's policy is `old_log_probs`, a third policy between rollout and current; in the bypass form `old_log_probs` are
-the rollout's own and the current policy is compared with them inside the loss (`bypass_mode`).
+`log_ratio` is always log(trainer / rollout) of the sampled tokens, `[B, T]`. In the decoupled form, the trainer's
+policy is `old_log_probs`, a third policy between the rollout policy and the current policy. In the bypass form,
+`old_log_probs` are the rollout's log-probs, and the loss `bypass_mode` compares the current policy with the rollout.
 """
 
 import math
@@ -26,7 +26,7 @@ ROLLOUT_RS_MODES = (
 
 @dataclass(frozen=True)
 class RolloutCorrectionConfig:
-    """What to do about the mismatch; by default nothing but measure it."""
+    """The options of the rollout correction. By default the mismatch is measured but not corrected."""
 
     rollout_is: str | None = None  # token, sequence
     rollout_is_threshold: float | str = 2.0  # 2.0 truncates; "0.5_5.0" masks outside (IcePop)
@@ -34,11 +34,11 @@ class RolloutCorrectionConfig:
     rollout_rs: str | None = None  # one or more of ROLLOUT_RS_MODES, separated by commas
     rollout_rs_threshold: float | str | None = None
     bypass_mode: bool = False
-    loss_type: str = "ppo_clip"  # of bypass_mode: ppo_clip, reinforce
+    loss_type: str = "ppo_clip"  # for bypass_mode: ppo_clip, reinforce
 
     @classmethod
     def read(cls, config: Any) -> "RolloutCorrectionConfig":
-        """Take each option from an object with attributes or keys, where it is there and set."""
+        """Read the options from an object with attributes or keys. Options that are missing or None get the default."""
         if config is None or isinstance(config, cls):
             return config or cls()
         found = {name: field_of(config, name) for name in cls.__dataclass_fields__}
@@ -52,10 +52,12 @@ def compute_rollout_correction_weights(
     rollout_is_threshold: float | str = 2.0,
     rollout_is_batch_normalize: bool = False,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Importance weights per token or per sequence (the product of its tokens' ratios), without gradient.
+    """Compute importance weights `[B, T]` without gradient, and their metrics.
 
-    A number truncates weights at it; "lower_upper" sets weights outside to 0. With batch normalisation the mean weight
-    over tokens (over sequences) becomes 1. Zero outside the mask.
+    Weights are per token, or per sequence as the product of its token ratios. If `rollout_is_threshold` is one number,
+    larger weights are truncated to this number. If the threshold is "lower_upper", weights outside these bounds become
+    0. With batch normalisation, the mean weight over tokens (or over sequences) becomes 1. Weights are 0 outside the
+    mask.
     """
     check_matrix(log_ratio=log_ratio, response_mask=response_mask)
     check_not_empty(response_mask)
@@ -97,7 +99,10 @@ def _normalised(weights: torch.Tensor, mask: torch.Tensor, rollout_is: str) -> t
 
 
 def _weight_metrics(weights: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
-    """Statistics of the weights as applied, over tokens, and the effective sample size (1 is ideal)."""
+    """Return statistics of the truncated or masked weights, and the effective sample size (1 is ideal).
+
+    The statistics are taken over tokens and over sequences, before batch normalisation.
+    """
     mean, square = masked_mean(weights, mask), masked_mean(weights.square(), mask)
     sequence_weights = masked_mean(weights, mask, dim=-1)[mask.any(-1)]
     return {
@@ -114,7 +119,7 @@ def _weight_metrics(weights: torch.Tensor, mask: torch.Tensor) -> dict[str, floa
 def _ratio_metrics(
     raw: torch.Tensor, outside: torch.Tensor, mask: torch.Tensor, rollout_is: str, lower: float, upper: float
 ) -> dict[str, float]:
-    """The ratios before truncation or masking, over what has one ratio: tokens, or sequences."""
+    """Return statistics of the ratios before truncation or masking, over tokens or, for sequence weights, sequences."""
     if rollout_is == "sequence":
         raw, outside, mask = raw[:, :1], outside[:, :1], mask.any(-1, keepdim=True)
     return {
@@ -132,10 +137,11 @@ def compute_rollout_rejection_mask(
     rollout_rs: str = "token_k1",
     rollout_rs_threshold: float | str | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """`response_mask` without the tokens or sequences that diverge too far by any of the modes in `rollout_rs`.
+    """Remove tokens or sequences that diverge too far from `response_mask` `[B, T]`, and return the mask and metrics.
 
-    k1 is -log r, bounded on both sides by the logs of "lower_upper" (one number u means 1/u to u); k2 is
-    (log r)^2 / 2 and k3 is r - 1 - log r, bounded above. Sequence modes drop whole sequences.
+    A token is rejected if any mode in `rollout_rs` rejects the token. The statistic k1 is -log r. Its bounds are the
+    logs of "lower_upper", where one number u means 1/u to u. The statistics k2 = (log r)^2 / 2 and k3 = r - 1 - log r
+    have an upper bound only. Sequence modes reject whole sequences.
     """
     check_matrix(log_ratio=log_ratio, response_mask=response_mask)
     check_not_empty(response_mask)
@@ -160,7 +166,7 @@ def compute_rollout_rejection_mask(
 
 
 def _divergence_statistic(log_ratio: torch.Tensor, mask: torch.Tensor, mode: str) -> torch.Tensor:
-    """The statistic of a rejection mode, on every token (sequence modes repeat theirs)."""
+    """Compute the statistic of a rejection mode on every token `[B, T]`. Sequence modes repeat their value."""
     log_r = log_ratio.masked_fill(~mask, 0.0).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     level, kind = mode.rsplit("_", 1)
     if kind == "k1":
@@ -176,7 +182,7 @@ def _divergence_statistic(log_ratio: torch.Tensor, mask: torch.Tensor, mode: str
     elif level == "seq_mean":
         sequences = masked_mean(tokens, mask, dim=-1)
     else:
-        # k2 and k3 are not negative, so the zeros outside the mask never are the maximum of a sequence that has tokens.
+        # k2 and k3 are not negative, so zeros outside the mask do not change the maximum of a sequence with tokens.
         sequences = tokens.max(-1).values
     return sequences[:, None].expand_as(log_ratio)
 
@@ -184,7 +190,7 @@ def _divergence_statistic(log_ratio: torch.Tensor, mask: torch.Tensor, mode: str
 def compute_offpolicy_metrics(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor
 ) -> dict[str, float]:
-    """How far the trainer's policy is from the rollout's: KL, perplexities and their gap, chi-squared."""
+    """Compute metrics of the mismatch between trainer and rollout: KL, perplexities, their gap and chi-squared."""
     check_matrix(old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask)
     check_not_empty(response_mask)
     mask, has_tokens = response_mask.bool(), response_mask.bool().any(-1)
@@ -222,7 +228,10 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_rs: str | None = None,
     rollout_rs_threshold: float | str | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, float]]:
-    """The whole correction: weights (or None), the mask after rejection, and all diagnostics as `rollout_corr/...`."""
+    """Run the whole correction, and return weights `[B, T]` (or None), the mask after rejection, and all metrics.
+
+    The names of the metrics begin with `rollout_corr/`.
+    """
     metrics = compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
     log_ratio = old_log_prob.detach() - rollout_log_prob
     weights: torch.Tensor | None = None
@@ -240,7 +249,7 @@ def compute_rollout_correction_and_rejection_mask(
 
 
 def parse_is_threshold(threshold: float | str) -> tuple[float | None, float]:
-    """(lower, upper) of `rollout_is_threshold`: 2.0 or "2.0" -> (None, 2.0); "0.5_5.0" -> (0.5, 5.0)."""
+    """Parse `rollout_is_threshold` to (lower, upper): 2.0 or "2.0" -> (None, 2.0); "0.5_5.0" -> (0.5, 5.0)."""
     numbers = _numbers(str(threshold), "rollout_is_threshold")
     if len(numbers) == 1:
         return None, numbers[0]
@@ -248,7 +257,7 @@ def parse_is_threshold(threshold: float | str) -> tuple[float | None, float]:
 
 
 def parse_rs_thresholds(rollout_rs: str, threshold: float | str | None) -> dict[str, tuple[float, float]]:
-    """For each mode in `rollout_rs` the bounds of its statistic; one threshold serves all, or one for each mode."""
+    """Return the (lower, upper) bounds of each mode's statistic, from one threshold for all modes or one per mode."""
     modes = [mode.strip() for mode in rollout_rs.split(",") if mode.strip()]
     if not modes:
         raise ValueError("rollout_rs is empty: name at least one of " + ", ".join(ROLLOUT_RS_MODES))
@@ -276,7 +285,7 @@ def parse_rs_thresholds(rollout_rs: str, threshold: float | str | None) -> dict[
 
 
 def _numbers(spec: str, option: str) -> tuple[float, ...]:
-    """One positive number, or two as lower_upper."""
+    """Parse one positive number, or two numbers written as lower_upper."""
     try:
         numbers = tuple(float(number) for number in spec.split("_"))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The reward functions and the manager that the config asks for."""
+"""Construction of the reward manager, its reward functions and the overlong penalty from the config."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from meshrl.rewards.reward_calls import RewardFunction, RewardFunctionSpec
 
 
 def load_reward_manager(config: PPOConfig, tokenizer: Tokenizer, ask: Ask | None = None) -> RewardManager:
-    """The configured reward functions (one's own, or built-in ones) inside the configured manager.
+    """Build the configured reward manager with the configured reward functions, the user's own or built-in ones.
 
-    `ask` reaches the model at `reward.judge.path`.
+    `ask` sends prompts to the judge model at `reward.judge.path`.
     """
     manager, specs = config.reward_manager, reward_function_specs(config)
     if config.reward.judge.path is not None and ask is not None:
@@ -41,13 +41,16 @@ def load_reward_manager(config: PPOConfig, tokenizer: Tokenizer, ask: Ask | None
 
 
 def sandbox_notes(specs: Sequence[RewardFunctionSpec]) -> list[str]:
-    """Which sandbox runs the answers' programs; a `ValueError` before anything starts if this machine has none."""
+    """Return one line for each reward function `code` about the sandbox that runs its programs.
+
+    Raise `ValueError` if this machine has no working sandbox, so that the run fails before any worker starts.
+    """
     ours = [spec for spec in specs if spec.is_built_in and (spec.name or spec.label) == "code"]
     return [f"{spec.label}: programs run in the sandbox {describe_sandbox(spec.kwargs)}" for spec in ours]
 
 
 def overlong_buffer(config: PPOConfig) -> OverlongBuffer | None:
-    """The punishment of long answers, with the manager dapo."""
+    """Build the overlong penalty for the manager dapo, or return None for other managers or if it is disabled."""
     buffer = config.reward_manager.overlong_buffer
     if config.reward_manager.name != "dapo" or not buffer.enable:
         return None
@@ -57,7 +60,10 @@ def overlong_buffer(config: PPOConfig) -> OverlongBuffer | None:
 
 
 def reward_function_specs(config: PPOConfig) -> list[RewardFunctionSpec]:
-    """`reward.functions`, or `custom_reward_function.path/name`, or else the built-in function `reward.name`."""
+    """Return the specs of `reward.functions`, else of `custom_reward_function`, else of the built-in `reward.name`.
+
+    Without all three, a config with a reward model gets the built-in function that returns zero.
+    """
     custom, reward = config.custom_reward_function, config.reward
     if reward.functions:
         return [_spec(str(label), entry) for label, entry in reward.functions.items()]
@@ -71,20 +77,23 @@ def reward_function_specs(config: PPOConfig) -> list[RewardFunctionSpec]:
 
 
 def _with_model(spec: RewardFunctionSpec, ask: Ask) -> RewardFunctionSpec:
-    """The built-in judge with a model to ask instead of a URL; other functions as they are."""
+    """Replace the built-in judge by a `Judge` that calls `ask` instead of a URL. Return other specs unchanged."""
     if spec.path is not None or (spec.name or spec.label) != "judge":
         return spec
     return replace(spec, function=Judge(ask, **spec.kwargs), kwargs={})
 
 
 def load_reward_function(config: PPOConfig) -> RewardFunction:
-    """The one configured reward function, with its keyword arguments bound."""
+    """Load the single configured reward function, with its keyword arguments bound.
+
+    Raise `ValueError` if several functions are configured.
+    """
     (spec,) = reward_function_specs(config)
     return spec.load()
 
 
 def _spec(label: str, entry: Any) -> RewardFunctionSpec:
-    """From `label: weight` or `label: {weight, name, path, kwargs}`."""
+    """Parse one entry of `reward.functions`: `label: weight` or `label: {weight, name, path, kwargs}`."""
     if problem := entry_problem(label, entry):
         raise ValueError(problem)
     fields = entry if isinstance(entry, dict) else {"weight": entry}

@@ -1,7 +1,14 @@
 """Built-in reward functions: `(data_source, solution_str, ground_truth, extra_info) -> score`.
 
-A function may also return a dict with the `score` that trains, what else it found, and `acc`, by which validation
-counts. What follows the `*` in a signature is set by `reward.kwargs`. Light: every process of a pool loads this.
+A function may also return a dict with the training reward `score`, the validation metric `acc` and further columns.
+Parameters after the `*` in a signature are set by `reward.kwargs`. This module avoids heavy imports, because every
+process of a pool loads it.
+
+* `math_verify`: comparison of mathematical expressions.
+* `code`, `extract_code`, `read_tests`: programs, which run in a sandbox against tests.
+* `exact_match`, `format_match`: comparison of texts.
+* `sort_digits`, `coin_toss`: the rewards of the demo.
+* `nothing`: zero, if a reward model alone gives the reward.
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ from meshrl.rewards.sandbox.backends import SandboxError
 from meshrl.rewards.sandbox.checks import Checks, call_checks, read_checks
 from meshrl.rewards.sandbox.run import Limits, chosen_backend, run_checks, run_python
 
-# Mathematical answers, compared by what they mean: `math_verify` (extra `math`).
+# Comparison of mathematical expressions by value: `math_verify` (needs the extra `math`).
 
 INSTALL = "the reward function math_verify needs the package math-verify: pip install 'meshrl[math]'"
 
@@ -29,15 +36,15 @@ INSTALL = "the reward function math_verify needs the package math-verify: pip in
 def math_verify(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], *, timeout: int = 5
 ) -> dict[str, float]:
-    """1 if the last expression of the answer equals the reference: 1/2 is \\frac{1}{2} is 0.5.
+    """Return 1 if the last expression of the response equals the reference in value: 1/2 is \\frac{1}{2} is 0.5.
 
-    `timeout` bounds parsing and comparing, in seconds each; in a thread that is not the main one there is no such
-    bound, so that hard expressions want the manager `prime`.
+    `timeout` bounds each parsing and the comparison, in seconds. Outside the main thread there is no such bound, so
+    hard expressions should be scored with the manager `prime`.
     """
     if ground_truth is None:
         raise ValueError("math_verify needs a reference: give the data a 'ground_truth' column")
     library = _library()
-    # The library measures time by signals, which only the main thread may handle.
+    # The library implements timeouts by signals, which only the main thread may handle.
     seconds = timeout if threading.current_thread() is threading.main_thread() else None
     gold = library.parse(_as_latex(str(ground_truth)), parsing_timeout=seconds)
     if not gold:
@@ -48,7 +55,7 @@ def math_verify(
 
 
 def _as_latex(text: str) -> str:
-    """A reference is an expression and nothing else, so that it can be marked as one."""
+    """Return a reference as LaTeX math, in dollar signs unless the text is marked as math already."""
     return text if "$" in text or "\\boxed" in text else f"${text}$"
 
 
@@ -58,24 +65,24 @@ def _library() -> Any:
         import math_verify as library
     except ImportError as error:
         raise ImportError(INSTALL) from error
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call without a timeout
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # the library warns at every call without a timeout
     return library
 
 
-# Programs as answers: run in a sandbox against tests.
+# Responses that contain a program, which runs in a sandbox against tests.
 
-# Fences go in pairs, whatever the language of a block; ```words``` within a line are a pair, too, without a block.
+# Fences come in pairs, whatever the language of a block. ```words``` within one line are a pair as well, but no block.
 BLOCK = re.compile(r"```[^`\n]+```|```[ \t]*([^\s`]*)[^`\n]*\n(.*?)```", re.DOTALL)
 PYTHON = ("", "py", "python", "python3")
 
 
-# What the reference of a programming task may hold, if it is no text or list of checks.
+# The keys of a programming task's reference, if the reference is a mapping.
 INPUTS, CHECKS = {"inputs", "outputs", "fn_name"}, {"checks", "entry_point"}
 
 
 @dataclass(frozen=True)
 class Printed:
-    """A test of a program that reads and prints."""
+    """A test of a program by its standard input and its expected standard output."""
 
     stdin: str
     wanted: str
@@ -93,15 +100,19 @@ def code(
     sandbox: str = "auto",
     limits: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """1 if the program in the answer passes all tests of the reference, or with `partial` the share it passes.
+    """Return 1 if the program in the response passes all tests, or with `partial` the share of tests passed.
 
-    The program is the answer's last Python block, or all of it. The reference (or its JSON) is `{"inputs": [...],
-    "outputs": [...]}` for programs that read and print, or for calls of a function with `"fn_name": NAME`; or checks
-    in Python of what the program defines: one text, a list of texts that count each, or `{"checks": ..., "entry_point":
-    NAME}`. `limits` are those of `meshrl.rewards.sandbox.run.Limits`.
+    The program is the last Python block of the response, or the whole response without a block. The reference, as an
+    object or its JSON, has one of these forms:
 
-    The program sees its interpreter and a folder of its own. What it prints is compared here; checks run in a second
-    sandbox, to which the program's functions return plain data.
+    * `{"inputs": [...], "outputs": [...]}` for programs that read standard input and print. With `"fn_name": NAME`, the
+      inputs are arguments of calls of that function.
+    * Checks, which are Python code that uses the program's functions: one text, a list of texts that count one each, or
+      `{"checks": ..., "entry_point": NAME}`.
+
+    `limits` are the fields of `meshrl.rewards.sandbox.run.Limits`. The program has access only to its interpreter and
+    its own folder. Its output is compared in this process. Checks run in a second sandbox, to which the program's
+    functions return plain data.
     """
     program, tests = extract_code(solution_str), read_tests(ground_truth)
     bounds = _limits(limits or {})
@@ -126,7 +137,7 @@ def code(
 
 
 def describe_sandbox(kwargs: Mapping[str, Any]) -> str:
-    """The sandbox that `code` with these arguments uses on this machine; a `ValueError` if it has none."""
+    """Describe the sandbox that `code` uses with these arguments. Raise `ValueError` if no sandbox works here."""
     _limits(kwargs.get("limits") or {})
     wanted = {name: kwargs[name] for name in ("interpreter", "strict", "sandbox") if name in kwargs}
     try:
@@ -136,19 +147,19 @@ def describe_sandbox(kwargs: Mapping[str, Any]) -> str:
 
 
 def extract_code(text: str) -> str:
-    """The last fenced block of Python or of no named language, or the whole text where there is none."""
+    """Return the last fenced block of Python or without a language, or the whole text without such a block."""
     blocks = [found[2] for found in BLOCK.finditer(text) if found[2] is not None and found[1].lower() in PYTHON]
     return blocks[-1] if blocks else text
 
 
 def read_tests(ground_truth: Any) -> list[Printed | Checks]:
-    """The tests of a reference; a `ValueError` names what is none."""
+    """Parse the reference of a programming task into tests. Raise `ValueError` for a reference of another form."""
     tests = ground_truth
     if isinstance(tests, str) and tests.lstrip().startswith(("{", "[")):
         try:
             tests = json.loads(tests)
         except json.JSONDecodeError:
-            tests = ground_truth  # Python that begins with a list, say
+            tests = ground_truth  # for example Python code that begins with a list
     if isinstance(tests, Mapping):
         return _tests_by_name(tests)
     if isinstance(tests, str) and tests.strip():
@@ -182,7 +193,7 @@ def _tests_by_name(tests: Mapping[str, Any]) -> list[Printed | Checks]:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines without trailing white space, and without empty ones at the end."""
+    """Split a text into lines, without trailing white space and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
@@ -208,9 +219,10 @@ def exact_match(
     extract: str | None = None,
     ignore_case: bool = False,
 ) -> float:
-    """1 if the answer is the reference, but for white space around it.
+    """Return 1 if the response equals the reference, except for white space around both.
 
-    With `extract`, a regular expression, the answer is what its first group (or all of it) matched last.
+    `extract` is a regular expression. If given, its last match in the response is compared: the first group, or the
+    whole match of an expression without groups. The score is 0 without a match.
     """
     if ground_truth is None:
         raise ValueError("exact_match needs a reference: give the data a 'ground_truth' column")
@@ -233,28 +245,29 @@ def format_match(
     pattern: str,
     whole: bool = True,
 ) -> float:
-    """1 if the answer has the form of a regular expression (`.` matches line ends): all of it, or a part anywhere."""
+    """Return 1 if the whole response (or with `whole=False` any part) matches `pattern`. `.` matches line ends."""
     match = re.fullmatch if whole else re.search
     return float(match(pattern, solution_str.strip(), re.DOTALL) is not None)
 
 
 def sort_digits(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """1 if the answer is the prompt's digits in order. A checker: it knows no reference answer."""
+    """Return 1 if the response is the prompt's digits in ascending order. The check needs no reference answer."""
     digits = extra_info["digits"]
     return float(solution_str == "".join(sorted(digits)))
 
 
 def coin_toss(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, float]:
-    """`sort_digits`, rewarded by a coin instead of the checker: the control arm of the demo.
+    """Return a pseudo-random reward of 0 or 1 for the control arm of the demo.
 
-    The coin depends on prompt and answer alone; `acc` still says what the checker found, so that validation can tell.
+    The coin depends only on the response and on `extra_info`, which holds the prompt's digits. `acc` is the result of
+    `sort_digits`, so that validation still measures correctness.
     """
     coin = zlib.crc32(repr((extra_info, solution_str)).encode()) & 1
     return {"score": float(coin), "acc": sort_digits(data_source, solution_str, ground_truth, extra_info)}
 
 
 def nothing(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """Zero: a reward model alone says what answers are worth."""
+    """Return zero. The config uses this function if only a reward model scores responses."""
     return 0.0
 
 

@@ -1,4 +1,9 @@
-"""A model that reads answers and grades them, behind a URL or in a rollout."""
+"""LLM judges: reward functions that ask a language model behind a URL or in a rollout to grade responses.
+
+* `Judge`: fills the prompt template, calls an `Ask` and parses the scores.
+* `judge`, `UrlAsk`: a model behind an OpenAI-compatible URL.
+* `RolloutAsk`: a model in one of meshrl's rollouts.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +37,7 @@ Answer to grade:
 {solution_str}
 
 Think briefly, then end with one line: Score: X, where X is a number from 0 (wrong) to 1 (right)."""
-# Also as models like to set it: **Score:** 0.8, Score: $.5$, 1e-1.
+# Also matches the formats that models often write: **Score:** 0.8, Score: $.5$, 1e-1.
 SCORE = r"Score:[\s*_`$]*([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)"
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 INSTALL = "a judge behind a URL needs the package httpx: pip install httpx"
@@ -40,10 +45,10 @@ _judgements = itertools.count()
 
 
 class Judge:
-    """A reward function for many samples: fills the template, asks, and reads the last score in what is said.
+    """A batch reward function that fills a template, asks a judge model and parses the last score of each reply.
 
-    `ask` takes the filled texts and gives as many replies, each a text or an exception, which then is that sample's
-    failure; so is a reply without a score. Scores outside `low` to `high` are cut to them.
+    `ask` takes the filled texts and returns one reply per text: a text or an exception. An exception, or a reply
+    without a score, is the failure of that sample only. Scores are clamped to the range from `low` to `high`.
     """
 
     per_batch = True
@@ -75,7 +80,7 @@ class Judge:
         return [reply if isinstance(reply, Exception) else self.read(reply) for reply in replies]
 
     def read(self, reply: str) -> dict[str, Any] | Exception:
-        """The last score in a reply."""
+        """Parse the last score in a reply, and return a `ValueError` if the reply has no score."""
         found = re.findall(self.pattern, reply)
         try:
             score = float(found[-1]) if found else math.nan
@@ -107,7 +112,10 @@ def judge(
     concurrency: int = 8,
     api_key_env: str = "OPENAI_API_KEY",
 ) -> list[dict[str, Any] | Exception]:
-    """Grades by a model behind an OpenAI-compatible `url` (up to and with `/v1`); see `Judge` and `UrlAsk`."""
+    """Grade responses by a chat model behind an OpenAI-compatible `url`, which ends in `/v1`.
+
+    See `Judge` for the template, pattern and score range, and `UrlAsk` for the request parameters.
+    """
     ask = UrlAsk(
         url,
         model,
@@ -127,10 +135,11 @@ judge.per_batch = True  # type: ignore[attr-defined]
 
 
 class UrlAsk:
-    """Asks a chat model behind an OpenAI-compatible URL, `concurrency` questions at a time.
+    """A client of a chat model behind an OpenAI-compatible URL, with `concurrency` requests at a time.
 
-    What may pass (no connection, time-outs, 429, 5xx) is tried `retries` times more, waiting about `backoff` seconds,
-    then twice that, and so on, or as long as the server's `Retry-After` says, at most a minute.
+    Temporary failures (no connection, timeouts, the status codes in `RETRIED`) are retried up to `retries` times. The
+    wait starts at about `backoff` seconds and doubles with each attempt. A `Retry-After` header of the server replaces
+    the wait. No wait is longer than a minute.
     """
 
     def __init__(
@@ -173,7 +182,7 @@ class UrlAsk:
         body = self.body | {"messages": [{"role": "user", "content": text}]}
         problem: Exception = RuntimeError("the judge was not asked")
         for attempt in range(self.retries + 1):
-            wait = self.backoff * 2**attempt * (1 + random.random() / 4)  # apart from others that failed together
+            wait = self.backoff * 2**attempt * (1 + random.random() / 4)  # jitter against simultaneous retries
             try:
                 response = client.post(self.url, json=body)
                 if response.status_code == 200:
@@ -200,7 +209,7 @@ def _content(response: Any) -> str:
 
 
 class RolloutAsk:
-    """Asks a model in one of our rollouts; questions go through the tokenizer's chat template where it has one."""
+    """A client of a judge model in a meshrl rollout. Applies the tokenizer's chat template to texts if it has one."""
 
     def __init__(self, rollout: Rollout, tokenizer: Tokenizer, params: SamplingParams, seed: int = 0):
         self.rollout, self.tokenizer, self.params, self.seed = rollout, tokenizer, params, seed
@@ -228,12 +237,12 @@ class RolloutAsk:
 
 
 def fill(template: str, **values: str) -> str:
-    """Puts values in for `{name}`; other braces, also those inside values, stay as they are."""
+    """Replace `{name}` in a template by the value of that name. Other braces stay, also braces inside values."""
     return re.sub(r"\{(" + "|".join(values) + r")\}", lambda found: values[found.group(1)], template)
 
 
 def as_text(prompt: Any) -> str:
-    """A prompt as text: chat messages one after the other, with their roles."""
+    """Return a prompt as text. Chat messages are joined by blank lines, each with its role."""
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)

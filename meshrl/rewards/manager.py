@@ -1,4 +1,10 @@
-"""From generated answers to token-level scores, whatever the reward functions do."""
+"""The reward manager: calls reward functions for generated responses and returns token-level scores.
+
+* `RewardManager`, `register_reward_manager`: scoring of batches, with a policy for failures of reward functions.
+* `drop_samples`: removal of samples from the training.
+* `OverlongBuffer`: DAPO's penalty on overlong responses.
+* `ScoredParts`: scoring of a batch's parts while generation continues.
+"""
 
 from __future__ import annotations
 
@@ -46,19 +52,24 @@ Caller = Callable[[Sequence[Sample]], list[Any]]
 
 
 def register_reward_manager(name: str) -> Callable[[type[RewardManager]], type[RewardManager]]:
-    """Decorator that enters a subclass of `RewardManager` under `name`."""
+    """Return a decorator that registers a subclass of `RewardManager` under `name`."""
     return REWARD_MANAGERS.register(name)
 
 
 class RewardManager:
-    """Decodes answers, asks the reward functions and puts the weighted sum of their scores on the tokens.
+    """A manager that decodes responses, calls the reward functions and puts the weighted sum of scores on the tokens.
 
-    `naive` asks for one sample after the other (a coroutine function: for many at once), `batch` for all in one call,
-    `prime` in a pool of processes; `dapo` is naive with a punishment of overlong answers. A score goes onto the last
-    token; a list of one number for each response token goes onto them. A function that raises, hangs, dies or gives
-    something that is no score stops the run (`on_error=stop`), gives nothing (`zero`), or takes its sample out of the
-    training (`drop`), and is counted.
-    A subclass changes what `score` gives: everything else goes through it.
+    The manager's name selects how functions are called:
+
+    * `naive` calls a function for one sample after the other, and a coroutine function for many samples concurrently.
+    * `batch` calls a function once for all samples.
+    * `prime` calls a function for single samples in a pool of processes.
+    * `dapo` is `naive` with a penalty on overlong responses.
+
+    A single score goes on the last token of the response. A list with one number per response token goes on these
+    tokens. A call fails if the function raises, hangs, dies or returns no valid score. Failures are counted, and
+    `on_error` selects their effect: `stop` ends the run, `zero` gives score 0, and `drop` removes the sample from the
+    training. Subclasses override `score`, which all other methods use.
     """
 
     def __init__(
@@ -87,7 +98,7 @@ class RewardManager:
         self._extras: set[str] = set()
         self._callers = [self._caller(at, spec) for at, spec in enumerate(self.specs)]
         self._threads = Threads(num_processes if name == "prime" else 1, "reward-parts")
-        # Hears, once, of functions that fail on every sample of the first batch.
+        # Called once with a warning if the functions fail on every sample of the first batch.
         self.say: Callable[[str], None] = logger.warning
         self._works = self._told = False
 
@@ -113,25 +124,29 @@ class RewardManager:
         return InPool(self._pool, at)
 
     def __call__(self, data: DataProto) -> tuple[Tensor, dict[str, np.ndarray], dict[str, float]]:
-        """Token-level scores [batch, response], extra infos a sample, and metrics of what was said and went wrong."""
+        """Score a batch, and return token-level scores `[B, T]`, a column of values per extra info, and metrics."""
         scores = self.score(data)
         if failing := self._fails_on_all(scores):
             self._tell(failing)
         return scores.token_level, scores.infos, scores.metrics()
 
     def submit(self, data: DataProto) -> Future[Scores]:
-        """Scores a part of a batch beside what goes on; parts are begun in the order given. See `ScoredParts`."""
+        """Score a part of a batch in a thread. Parts are started in the order of submission. See `ScoredParts`."""
         return self._threads.submit(lambda: self.score(data))
 
     def add_scores(self, batch: DataProto) -> dict[str, float]:
-        """Scores a whole batch and writes `token_level_scores` and the infos into it; samples to drop are taken out."""
+        """Score a whole batch, write the scores and infos into it, drop failed samples, and return the metrics.
+
+        See `write` for the effects on the batch.
+        """
         return self.write(self.score(batch), batch)
 
     def write(self, scores: Scores, batch: DataProto) -> dict[str, float]:
-        """What `add_scores` does with the scores of a whole batch.
+        """Write `token_level_scores` and the infos into the batch, drop failed samples, and return the metrics.
 
-        A function of the user's own that fails on every sample of the first one does not work: zeros alone would teach
-        nothing. A built-in one does; the service or model that it asks may answer yet.
+        If every sample so far has failed with `on_error=zero` and no function is built-in, raise `RewardError`, because
+        zeros alone teach nothing. In other cases warn once: the service or model that a built-in function calls may
+        become available later.
         """
         if failing := self._fails_on_all(scores):
             if self.on_error == "zero" and not any(spec.is_built_in for spec in self.specs):
@@ -142,7 +157,7 @@ class RewardManager:
         return scores.metrics()
 
     def _fails_on_all(self, scores: Scores) -> str | None:
-        """In words, where no sample so far got its score."""
+        """Return an error message if no sample of any batch so far has been scored without failure, else None."""
         self._works |= scores.failed < len(scores.dropped)
         if self._works:
             return None
@@ -154,7 +169,11 @@ class RewardManager:
         self._told = True
 
     def score(self, data: DataProto, again: bool = False) -> Scores:
-        """Scores a batch or a part of one; `again`: one that has been scored."""
+        """Score a batch or a part of a batch.
+
+        Raise `RewardError` if an info has the name of an existing column of the batch. `again` allows this, for a batch
+        that was scored before.
+        """
         mask = _response_mask(data)
         lengths = mask.sum(1)
         samples = self._samples(data, mask)
@@ -186,7 +205,7 @@ class RewardManager:
         return Scores(token_level.float(), infos, parts, failed.dropped, failed.kinds, count, first)
 
     def _ask(self, caller: Caller, samples: list[Sample], lengths: Tensor, failed: _Failed) -> list[dict[str, Any]]:
-        """One function's checked answers; those that failed give nothing."""
+        """Call one function for all samples, and return its checked results. Failed samples get score 0."""
         answers = []
         for at, (answer, tokens) in enumerate(zip(caller(samples), lengths.tolist(), strict=True)):
             checked = _checked(answer, tokens)
@@ -198,20 +217,20 @@ class RewardManager:
         return answers
 
     def decode(self, data: DataProto) -> list[str]:
-        """The answers as text, without special tokens."""
+        """Decode the responses to text, without special tokens and without tool output."""
         tensors = data.batch
         sampled = tensors["response_mask"].bool()
-        # Of a dropped sample no token counts, and yet it is to be read: all that follows its prompt.
+        # The response mask of a dropped sample is zero everywhere. Decode all tokens after its prompt instead.
         shown = torch.where(torch.from_numpy(scored_rows(data))[:, None], sampled, _response_mask(data).bool())
         kept = torch.where(shown, tensors["responses"], self.tokenizer.pad_token_id)
         return self.tokenizer.batch_decode(kept, skip_special_tokens=True)
 
     def waits(self) -> list[str]:
-        """What the pool of processes is waiting for, in words."""
+        """Return one line for each process of the pool that is busy with a sample, for diagnosis of a hang."""
         return self._pool.waits() if self._pool is not None else []
 
     def close(self) -> None:
-        """Ends the processes of the pool, and the event loops of coroutines."""
+        """End the processes of the pool and the event loops of coroutine functions."""
         if self._pool is not None:
             self._pool.close()
         for caller in self._callers:
@@ -235,12 +254,15 @@ class RewardManager:
             rows = zip(data.batch["responses"], mask.bool(), strict=True)
             columns["response_ids"] = [response[inside].tolist() for response, inside in rows]
         if "turn_rewards" in self._extras:
-            # What tools and environments gave, in order; a sample of a single turn has none.
+            # Rewards from tools and environments, in order of turns. A single-turn sample has an empty list.
             columns["turn_rewards"] = data.non_tensor_batch.get("turn_rewards", [[] for _ in range(len(data))])
         return [{name: column[at] for name, column in columns.items()} for at in range(len(data))]
 
     def _token_level(self, answers: list[list[dict[str, Any]]], mask: Tensor) -> Tensor:
-        """The weighted sum of all functions' scores, in float64 until it is known to fit."""
+        """Return the weighted sum of all functions' scores as `[B, T]`.
+
+        The result is float64, so that the caller can check that the sum fits into float32.
+        """
         scores = torch.zeros(mask.shape, dtype=torch.float64)
         rows, last = torch.arange(len(mask)), _last(mask.sum(1))
         for spec, column in zip(self.specs, answers, strict=True):
@@ -253,9 +275,10 @@ class RewardManager:
         return scores
 
     def _infos(self, answers: list[list[dict[str, Any]]], parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """What was said beside the scores, a column each; with several functions under their labels.
+        """Return one column for each extra value that the functions returned besides the score.
 
-        `acc` then is that of the first function that says one.
+        With several functions, column names begin with the function's label, and each function's score is a column as
+        well. The column `acc` is then taken from the first function that returned this value.
         """
         count = len(answers[0])
         several = len(self.specs) > 1
@@ -274,7 +297,10 @@ class RewardManager:
 
 
 def _for_processes(spec: RewardFunctionSpec) -> RewardFunctionSpec:
-    """What the pool's processes load: a function for batches never runs there and may not be able to travel."""
+    """Return the spec that the processes of the pool load.
+
+    A batch function is replaced by a placeholder, because it never runs in the pool and may not be picklable.
+    """
     return replace(spec, function=None, name="exact_match", path=None, kwargs={}) if _is_batch(spec) else spec
 
 
@@ -283,7 +309,7 @@ def _is_batch(spec: RewardFunctionSpec) -> bool:
 
 
 class _Failed:
-    """What went wrong in one batch, and what is done about it."""
+    """The failures of one batch: their counts by kind, the affected samples, and the policy `on_error`."""
 
     def __init__(self, policy: str, data: DataProto, texts: list[str]):
         self.policy, self.data, self.texts = policy, data, texts
@@ -292,14 +318,17 @@ class _Failed:
         self.first: tuple[int, Failure] | None = None
 
     def count(self, at: int, failure: Failure) -> None:
-        """Takes note of a failure."""
+        """Record the failure of a function on the sample in row `at`."""
         self.kinds[failure.kind] += 1
         self.rows[at] = True
         self.dropped[at] |= self.policy == "drop"
         self.first = self.first or (at, failure)
 
     def stop_if_asked(self) -> None:
-        """Ends the run at a failure where that is the policy; says whether other samples fared better."""
+        """Raise `RewardError` if the policy is `stop` and any sample failed.
+
+        The message distinguishes a failure of all samples from a failure of some.
+        """
         if self.policy != "stop" or self.first is None:
             return
         failure = self.first[1]
@@ -311,7 +340,7 @@ class _Failed:
         raise RewardError(f"the reward function failed on {words}") from failure.error
 
     def first_words(self, more: str = "") -> str:
-        """The sample that failed first, how and, a line each, where in the function's code."""
+        """Describe the first failure: the sample, the error and, one line each, the frames in the function's code."""
         if self.first is None:
             return ""
         at, failure = self.first
@@ -321,7 +350,10 @@ class _Failed:
 
 
 def drop_samples(batch: DataProto, dropped: np.ndarray) -> None:
-    """Takes samples out of the training: no token of theirs counts, and they are in no other sample's group."""
+    """Remove samples from the training: set their response mask to zero, and give each sample a group of its own.
+
+    `dropped` is a bool mask `[B]`. The mask and the column `uid` are copied before they are changed.
+    """
     rows = np.flatnonzero(dropped)
     if len(rows) == 0:
         return
@@ -334,7 +366,7 @@ def drop_samples(batch: DataProto, dropped: np.ndarray) -> None:
 
 
 def _response_mask(data: DataProto) -> Tensor:
-    """1 for every token after the prompt, sampled or from a tool."""
+    """Return a mask `[B, T]` of all tokens after the prompt, sampled by the policy or from a tool."""
     return data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
 
 
@@ -347,17 +379,17 @@ def _checked(answer: Any, tokens: int) -> dict[str, Any] | Failure:
         return answer
     try:
         return as_result(answer, tokens)
-    except Exception as error:  # a user's mapping or number may fail in any way
+    except Exception as error:  # a user's mapping or number may raise anything
         kind = error.kind if isinstance(error, BadAnswerError) else "invalid"
         return Failure(kind, f"{type(error).__name__}: {error}", error)
 
 
-# DAPO's soft punishment of answers that come close to the longest allowed.
+# DAPO's soft penalty on responses that come close to the maximum length.
 
 
 @dataclass(frozen=True)
 class OverlongBuffer:
-    """Over the last `length` tokens before `max_length` an answer loses up to `penalty_factor`, in a straight line."""
+    """DAPO's overlong penalty: grows linearly to `penalty_factor` over the last `length` of `max_length` tokens."""
 
     max_length: int
     length: int
@@ -371,18 +403,18 @@ class OverlongBuffer:
             )
 
     def penalties(self, lengths: Tensor) -> Tensor:
-        """0 or below, for each answer by its length in tokens."""
+        """Return the penalty, 0 or negative, of each response from the lengths `[B]` in tokens."""
         over = (lengths - (self.max_length - self.length)).clamp(min=0).float()
         return -over / self.length * self.penalty_factor
 
 
-# Scoring that overlaps with generation: parts are scored as they come and collected in the batch's order.
+# Scoring that overlaps with generation: parts are scored as they arrive, and collected in the order of the batch.
 
 
 class ScoredParts:
-    """The parts of one batch on their way through a reward manager.
+    """The parts of one batch that a reward manager scores in its threads.
 
-    `add` returns at once. The result is the same as that of the whole batch at once, in whatever order parts came.
+    `add` returns immediately. The result equals that of scoring the whole batch at once, for every order of the parts.
     """
 
     def __init__(self, manager: RewardManager):
@@ -392,7 +424,10 @@ class ScoredParts:
         self._next = 0
 
     def add(self, part: DataProto, rows: Sequence[int] | np.ndarray | None = None) -> None:
-        """Begins to score a part, which is `rows` of the batch; without them, the rows after those added so far."""
+        """Start scoring a part, which consists of the given `rows` of the batch.
+
+        `rows` defaults to the rows that follow the parts added so far.
+        """
         if rows is None:
             rows = np.arange(self._next, self._next + len(part))
         if len(rows) != len(part):
@@ -402,7 +437,10 @@ class ScoredParts:
         self._futures.append(self.manager.submit(part))
 
     def collect(self, timeout: float | None = None) -> Scores:
-        """The scores of all parts in the order of the batch's rows; `timeout` is for all of them together."""
+        """Wait for all parts, and return their scores in the order of the batch's rows.
+
+        Raise `TimeoutError` if the parts together are not scored within `timeout` seconds.
+        """
         if not self._futures:
             raise ValueError("no parts were added to collect scores of")
         rows = np.concatenate(self._rows)
@@ -416,7 +454,7 @@ class ScoredParts:
                 found.append(future.result(left))
             except FutureTimeout:
                 if future.done():
-                    raise  # the function's own
+                    raise  # a TimeoutError of the scoring itself
                 late = sum(not other.done() for other in self._futures)
                 raise TimeoutError(
                     f"{late} of {len(self._futures)} parts were not scored within {timeout} s; the first is part {at}"
@@ -424,5 +462,8 @@ class ScoredParts:
         return Scores.concat(found).reorder(rows)
 
     def add_scores(self, batch: DataProto, timeout: float | None = None) -> dict[str, float]:
-        """Collects, and writes the scores into the whole batch as `RewardManager.add_scores` does."""
+        """Wait for all parts, write their scores into the whole batch by `RewardManager.write`, and return metrics.
+
+        `timeout` in seconds bounds the wait for all parts together.
+        """
         return self.manager.write(self.collect(timeout), batch)

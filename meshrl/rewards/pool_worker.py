@@ -1,4 +1,4 @@
-"""One process of the pool: loads the reward functions, then answers one sample after the other."""
+"""A worker process of the reward pool: loads the reward functions, then scores one sample after the other."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from meshrl.rewards.reward_calls import Failure, call_one, extras_of
 
 
 def main() -> None:
-    """Started with the number of its end of the connection as the only argument."""
+    """Run the worker. Its only command line argument is the file descriptor of its end of the connection."""
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     connection = Connection(int(sys.argv[1]))
     try:
         serve(connection)
-    except (EOFError, OSError):  # the other end is gone
+    except (EOFError, OSError):  # the pool has closed the connection
         return
 
 
 def serve(connection: Connection) -> None:
-    """First the path and the functions, answered by `ready`; then (function, sample) pairs, each answered in turn."""
+    """Receive `sys.path` and the function specs, reply `ready`, then score (function index, sample) pairs in turn.
+
+    If the functions cannot be loaded, reply `broken` with the error and return.
+    """
     try:
         sys.path[:], specs = connection.recv()
         functions = [spec.load() for spec in specs]
@@ -45,8 +48,8 @@ def serve(connection: Connection) -> None:
 def _answer(call: Callable[[], Any]) -> bytes:
     try:
         return pickle.dumps(("answer", call()))
-    except (Exception, SystemExit) as error:  # whatever a user's function does, or an answer that cannot be sent
-        return pickle.dumps(("answer", replace(Failure.of(error), error=None)))  # which may not be able to travel
+    except (Exception, SystemExit) as error:  # from the user's function, or from pickling its result
+        return pickle.dumps(("answer", replace(Failure.of(error), error=None)))  # the exception may not be picklable
 
 
 def _end_with_parent(parent: int) -> None:

@@ -1,4 +1,8 @@
-"""A pool of processes for reward functions: each sample has its time, and a process that hangs or dies is replaced."""
+"""A pool of processes for reward functions. Each sample has a time limit, and processes that hang or die are replaced.
+
+* `WorkerPool`: the pool, with one thread that assigns samples to processes and receives results.
+* `InPool`: the scoring of all samples of a batch by one function in a pool.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +31,11 @@ from meshrl.rewards.reward_calls import Failure, RewardFunctionSpec, Sample
 
 PACKAGE_ROOT = str(Path(__file__).parents[2])
 WORKER = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from meshrl.rewards.pool_worker import main; main()"
-# For importing the functions' modules on a busy machine.
+# The time limit of a process's start, which imports the functions' modules, possibly on a busy machine.
 START_SECONDS = 300.0
-# For a process that was killed to be gone.
+# The time limit of the wait for the end of a killed process or of the pool's thread.
 END_SECONDS = 30.0
-# A worker that dies this often before it was ever ready would do so for ever.
+# After this many failed starts in a row, the pool gives up, because further attempts would fail as well.
 MOST_FAILED_STARTS = 3
 
 
@@ -43,7 +47,7 @@ class _Task:
 
 
 class _Worker:
-    """One process with its connection, what it works on, and until when it may."""
+    """A process of the pool, with its connection, its current task and the deadline of that task."""
 
     def __init__(self, specs: Sequence[RewardFunctionSpec]):
         self.connection, theirs = Pipe()
@@ -68,7 +72,11 @@ class _Worker:
             raise
 
     def give(self, task: _Task, timeout: float) -> None:
-        """Sends a sample; a process that stops while it reads it, or while it writes its answer, is not waited for."""
+        """Send a sample to the process, which has `timeout` seconds to score it.
+
+        The socket gets the same timeout, so that a process that stops while it reads the sample or writes the result
+        cannot block the pool.
+        """
         self.given_at = time.monotonic()
         seconds = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6) + 1)
         with socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as its_end:
@@ -82,7 +90,7 @@ class _Worker:
         self.task, self.deadline = task, time.monotonic() + timeout
 
     def end(self) -> int:
-        """Kills the process with all it started; its exit code."""
+        """Kill the process and its process group, and return the exit code of the process."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.connection.close()
@@ -90,7 +98,7 @@ class _Worker:
 
 
 class WorkerPool:
-    """`submit(index, sample)` runs function `index` on a sample in one of `size` processes, started at first use."""
+    """A pool of up to `size` processes that run reward functions on single samples. Processes start when needed."""
 
     def __init__(self, specs: Sequence[RewardFunctionSpec], size: int, timeout: float):
         if size < 1 or not timeout > 0:
@@ -108,7 +116,10 @@ class WorkerPool:
         self._finalizer = weakref.finalize(self, _end_all, self._workers)
 
     def submit(self, index: int, sample: Sample) -> Future[Any]:
-        """The answer to come, or a `Failure`; a `RewardError` only if no process can be started at all."""
+        """Run function `index` on a sample, and return a future of its result or of a `Failure`.
+
+        `RewardError` is raised only if the pool is closed or broken, for example because no process can start.
+        """
         task = _Task(index, sample)
         with self._lock:
             if self._broken or self._closing:
@@ -121,7 +132,7 @@ class WorkerPool:
         return task.future
 
     def waits(self) -> list[str]:
-        """What is under way, in words; nothing where nothing is."""
+        """Return one line for each process that is busy with a sample, and one for samples in the queue."""
         now, lines = time.monotonic(), []
         for worker in list(self._workers):
             name, seconds = f"reward process {worker.process.pid}", f"{now - worker.given_at:.1f} of {self.timeout:g} s"
@@ -134,7 +145,7 @@ class WorkerPool:
         return lines
 
     def close(self) -> None:
-        """Ends all processes; what was not answered yet is cancelled."""
+        """End all processes. Futures of unfinished samples raise `RewardError`."""
         with self._lock:
             self._closing = True
             thread = self._thread
@@ -166,11 +177,11 @@ class WorkerPool:
         while not self._broken and len(self._workers) < min(self.size, busy + len(self._tasks)):
             try:
                 self._workers.append(_Worker(self.specs))
-            except ConnectionError:  # killed before it was told what to do
+            except ConnectionError:  # the process died before it received the function specs
                 self._count_failed_start("before they are told what to do")
 
     def _give_tasks(self) -> bool:
-        """Gives every free process a sample; False if one was lost meanwhile, which has to be replaced first."""
+        """Give a sample to every free process. Return False if a process was lost and must be replaced first."""
         nobody_lost = True
         for worker in list(self._workers):
             if not worker.ready or worker.task is not None:
@@ -209,7 +220,7 @@ class WorkerPool:
     def _hear(self, worker: _Worker) -> None:
         try:
             data = worker.connection.recv_bytes()
-        except BlockingIOError:  # it has stopped in the middle of its answer
+        except BlockingIOError:  # the process stopped while writing its result
             self._late(worker)
             return
         except (EOFError, OSError):
@@ -239,7 +250,7 @@ class WorkerPool:
         task, ready = worker.task, worker.ready
         code = self._remove(worker)
         if task is not None and code == -signal.SIGKILL and not task.killed:
-            # Killed from outside, perhaps for another's hunger for memory: the sample gets one more try.
+            # Killed from outside, perhaps because another process used too much memory. The sample gets one retry.
             task.killed = True
             with self._lock:
                 self._tasks.appendleft(task)
@@ -256,7 +267,8 @@ class WorkerPool:
     def _remove(self, worker: _Worker) -> int:
         self._workers.remove(worker)
         self.replaced += 1
-        # One that closed its end by itself is about to end; its own code says more than our kill.
+        # A process that closed its connection is about to end. Wait, because its own exit code is more informative
+        # than that of SIGKILL.
         with suppress(subprocess.TimeoutExpired):
             if worker.task is None or worker.deadline is None or worker.deadline > time.monotonic():
                 worker.process.wait(1.0)
@@ -277,7 +289,7 @@ def _end_all(workers: list[_Worker]) -> None:
 
 
 class InPool:
-    """Asks a function for all samples in the pool's processes; answers come in the order of the samples."""
+    """A caller that scores all samples by one function in a pool, and returns results in the order of the samples."""
 
     def __init__(self, pool: WorkerPool, index: int):
         self.pool, self.index = pool, index

@@ -1,4 +1,8 @@
-"""What a reward function's answers become: scores on tokens, columns of what else it said, and failures."""
+"""Results of reward functions: validation of return values, and `Scores`, the scores and infos of a batch.
+
+* `as_result`, `BadAnswerError`: validation of the return value of a reward function.
+* `Scores`: token-level scores, extra columns and failures of some samples.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +19,20 @@ from torch import Tensor
 from meshrl.data.batch import DataProto
 from meshrl.rewards.reward_calls import KINDS
 
-# Scores are kept in float32, where a larger one would be infinite.
+# Scores are stored in float32, in which a larger score would be infinite.
 LARGEST_SCORE = float(np.finfo(np.float32).max)
 NUMBER = bool | int | float | np.number | np.bool_
 
 
 class RewardError(RuntimeError):
-    """A reward function failed, and the policy is to stop."""
+    """An error that stops the run: a reward function failed with `reward.on_error=stop`, or cannot be used at all."""
 
-    # It says where in the user's code; the way there through ours would only hide it.
+    # The message contains the frames in the user's code. The frames of meshrl would only hide them.
     needs_no_traceback = True
 
 
 class BadAnswerError(ValueError):
-    """An answer that is no score; `kind` says in which way."""
+    """An error for a return value that is no valid score. `kind` is one of `reward_calls.KINDS`."""
 
     def __init__(self, kind: str, message: str):
         super().__init__(message)
@@ -36,7 +40,10 @@ class BadAnswerError(ValueError):
 
 
 def as_result(answer: Any, tokens: int | None = None) -> dict[str, Any]:
-    """An answer as `{"score": ..., ...}`: a finite number or, for a response of `tokens` tokens, a list of so many."""
+    """Return the return value of a reward function as a dict `{"score": ..., ...}`, or raise `BadAnswerError`.
+
+    The score is one finite number or a list of `tokens` finite numbers, one for each response token.
+    """
     result = dict(answer) if isinstance(answer, Mapping) else {"score": answer}
     if "score" not in result:
         raise BadAnswerError(
@@ -67,7 +74,7 @@ def _number(score: Any, what: str = "a reward") -> float:
 def _as_float(value: Any) -> float:
     try:
         return float(value)
-    except OverflowError:  # an int has any size
+    except OverflowError:  # an int may be too large for a float
         return math.inf
 
 
@@ -84,19 +91,19 @@ def _brief(value: Any) -> str:
 
 @dataclass
 class Scores:
-    """The scores of some samples: what the trainer takes, and what the metrics are made of."""
+    """The scores of some samples, with their extra columns, dropped samples and counts of failures."""
 
     token_level: Tensor  # [samples, response]
-    infos: dict[str, np.ndarray]
-    parts: dict[str, np.ndarray]  # each function's own score of each sample, before its weight
+    infos: dict[str, np.ndarray]  # extra columns by name, [samples] objects each
+    parts: dict[str, np.ndarray]  # the unweighted score of each sample by each function, by label
     dropped: np.ndarray  # [samples], bool
     failures: Counter[str] = field(default_factory=Counter)
     failed: int = 0  # samples on which any function failed
-    first_failure: str = ""  # the first of them, and what went wrong, in words
+    first_failure: str = ""  # a description of the first failure
 
     @staticmethod
     def concat(scores: Sequence[Scores]) -> Scores:
-        """All samples, one part after the other; what a part did not say is None."""
+        """Concatenate the scores of several parts. An info that a part lacks is None for the part's samples."""
         names = dict.fromkeys(name for part in scores for name in part.infos)
         infos = {
             name: np.concatenate([part.infos.get(name, _nones(len(part.dropped))) for part in scores]) for name in names
@@ -112,7 +119,7 @@ class Scores:
         )
 
     def reorder(self, rows: np.ndarray) -> Scores:
-        """Row i of these becomes row `rows[i]` of the new ones."""
+        """Return scores in which row `rows[i]` is row i of these scores."""
         back = np.argsort(rows, kind="stable")
         return Scores(
             self.token_level[torch.as_tensor(back)],
@@ -125,12 +132,15 @@ class Scores:
         )
 
     def write_into(self, batch: DataProto) -> None:
-        """Adds `token_level_scores` and the infos to the batch that these are the scores of."""
+        """Write `token_level_scores` and the infos into the batch, whose rows must be in the same order."""
         batch.batch["token_level_scores"] = self.token_level
         batch.non_tensor_batch.update(self.infos)
 
     def metrics(self) -> dict[str, float]:
-        """Failures by kind, each of several functions' mean score, and the mean of every number said beside."""
+        """Return the failures by kind, the mean score of each function if there are several, and the mean of each info.
+
+        Only finite numbers count for the mean of an info.
+        """
         metrics = {"reward/errors": float(self.failures.total())}
         metrics |= {f"reward/errors/{kind}": float(self.failures[kind]) for kind in KINDS if self.failures[kind]}
         if self.dropped.any():

@@ -1,4 +1,12 @@
-"""Reward functions by name, and how one is called. Light: every process of a pool loads this."""
+"""Loading and calling of reward functions: for single samples, for batches, with time limits and as coroutines.
+
+This module avoids heavy imports, because every process of a pool loads it.
+
+* `RewardFunctionSpec`: a reward function as the config names it. `Failure`: a failed call.
+* `call_one`, `call_many`, `call_within`: single calls of a function.
+* `InTurn`, `AtOnce`: callers of ordinary functions, for one sample after the other or for all samples in one call.
+* `Together`, `AtOnceAwaited`: the same for coroutine functions, on the event loop of a `LoopThread`.
+"""
 
 from __future__ import annotations
 
@@ -18,54 +26,54 @@ from meshrl.rewards.functions import BUILT_IN, nothing
 RewardFunction = Callable[..., Any]
 Sample = Mapping[str, Any]
 
-# raised; hung; its process was killed; not finite; a wrong number of scores; no number at all
+# An exception, a timeout, a dead process, a score that is not finite, a wrong number of scores, no score at all.
 KINDS = ("raised", "timeout", "died", "nan", "length", "invalid")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Instead of an answer: what went wrong, as one of `KINDS`. `whole`: it was a call for many samples."""
+    """The failure of a call, in place of a result. `kind` is one of `KINDS`, `whole` marks a call for many samples."""
 
     kind: str
     text: str
     error: Exception | SystemExit | None = None
     whole: bool = False
-    frames: tuple[str, ...] = ()  # where in the function's own code
+    frames: tuple[str, ...] = ()  # the frames of the traceback in the user's code
 
     @staticmethod
     def of(error: Exception | SystemExit, whole: bool = False) -> Failure:
-        """What a function raised."""
+        """Build the failure of a call that raised `error`."""
         kind = "timeout" if isinstance(error, CallTimeoutError) else "raised"
         return Failure(kind, f"{type(error).__name__}: {error}", error, whole, tuple(own_frames(error)))
 
 
 class CallTimeoutError(Exception):
-    """A reward function took longer than it may."""
+    """The error of a reward function that exceeded its time limit."""
 
 
 @dataclass(frozen=True)
 class RewardFunctionSpec:
-    """A reward function as the config names it: a built-in one, one in a file or module, or the function itself."""
+    """A reward function as the config names it: built-in, in a file or module at `path`, or given as `function`."""
 
     label: str
     weight: float = 1.0
-    name: str | None = None  # of the function; None: the label
+    name: str | None = None  # the name of the function; None means the label
     path: str | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     function: RewardFunction | None = None
 
     @property
     def is_built_in(self) -> bool:
-        """Whether it is one of ours, maybe with a model of its own to ask."""
+        """True for a built-in function, including a judge that asks a model of its own instead of a URL."""
         return self.path is None and (self.name or self.label) in BUILT_IN
 
     @property
     def scores_nothing(self) -> bool:
-        """Whether it only stands for there being no function."""
+        """True for the built-in function `nothing`, which stands for the absence of a reward function."""
         return self.is_built_in and BUILT_IN[self.name or self.label] is nothing
 
     def load(self) -> RewardFunction:
-        """The function, with its keyword arguments bound; a `ValueError` says what is wrong."""
+        """Load the function and bind its keyword arguments. Raise `ValueError` if it is missing or cannot be called."""
         name = self.name or self.label
         if self.function is not None:
             found = self.function
@@ -83,13 +91,13 @@ class RewardFunctionSpec:
 
 
 def check_arguments(function: RewardFunction, kwargs: Mapping[str, Any], label: str) -> None:
-    """Refuses keyword arguments that a function does not take, and finds those it needs and is not given."""
+    """Raise `ValueError` if a function does not accept the keyword arguments, or requires more arguments."""
     if problem := argument_problem(function, kwargs, label):
         raise ValueError(problem)
 
 
 def extras_of(function: RewardFunction) -> list[str]:
-    """Which of `ON_DEMAND`'s parameters a function's signature names, in either form."""
+    """Return the parameters of `ON_DEMAND` that the function's signature has, in singular or plural form."""
     try:
         named = set(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -98,18 +106,22 @@ def extras_of(function: RewardFunction) -> list[str]:
 
 
 def call_one(function: RewardFunction, sample: Sample, extras: Sequence[str]) -> Any:
-    """The function's answer to one sample."""
+    """Call the function for one sample, with the columns that all functions get and those in `extras`."""
     return function(**{name: sample[name] for name in (*PLURALS, *extras)})
 
 
 def call_many(function: RewardFunction, samples: Sequence[Sample], extras: Sequence[str]) -> Any:
-    """The function's answer to all samples."""
+    """Call the function once for all samples, with a list for each column, under the column's plural name."""
     names = {name: plural for name, plural in (PLURALS | ON_DEMAND).items() if name in PLURALS or name in extras}
     return function(**{plural: [sample[name] for sample in samples] for name, plural in names.items()})
 
 
 def call_within(seconds: float | None, call: Callable[[], Any]) -> Any:
-    """Calls, or gives up after so long: the thread is then left to itself, since none can be ended from outside."""
+    """Run a call, and raise `CallTimeoutError` if it takes longer than `seconds`.
+
+    The call then continues in its daemon thread, because Python cannot end a thread from outside. With `seconds` None,
+    the call runs in the current thread without a limit.
+    """
     if seconds is None:
         return call()
     box: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
@@ -131,7 +143,7 @@ def call_within(seconds: float | None, call: Callable[[], Any]) -> Any:
 
 
 class InTurn:
-    """Asks a function for one sample after the other."""
+    """A caller that runs a function for one sample after the other, with a time limit for each call."""
 
     def __init__(self, function: RewardFunction, timeout: float | None):
         self.function, self.timeout, self.extras = function, timeout, extras_of(function)
@@ -142,12 +154,12 @@ class InTurn:
     def _answer(self, sample: Sample) -> Any:
         try:
             return call_within(self.timeout, lambda: call_one(self.function, sample, self.extras))
-        except (Exception, SystemExit) as error:  # whatever a user's function does: exit() ends its call, not the run
+        except (Exception, SystemExit) as error:  # from the user's code; exit() ends its call, not the run
             return Failure.of(error)
 
 
 class AtOnce:
-    """Asks a function for all samples in one call. An exception among its answers is that sample's failure."""
+    """A caller that runs a function once for all samples. An exception in the returned list is one sample's failure."""
 
     def __init__(self, function: RewardFunction, timeout: float | None):
         self.function, self.timeout, self.extras = function, timeout, extras_of(function)
@@ -167,21 +179,22 @@ class AtOnce:
         return call_within(self.timeout, lambda: call_many(self.function, samples, self.extras))
 
 
-# Reward functions that are coroutines (`async def`): the calls of a batch wait together, on a loop of their own.
+# Reward functions that are coroutines (`async def`): the calls of a batch run concurrently on a separate event loop.
 
 _WAITING = object()
 
 
 class LoopThread:
-    """An event loop in a thread, the same from batch to batch: what functions keep open stays usable."""
+    """An event loop in a thread. All batches share the loop, so that connections of functions stay usable."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, Any], seconds: float | None) -> Any:
-        """Its result, or what it raises; after `seconds` it is cancelled.
+        """Run the coroutine, and return its result or raise its error. After `seconds`, raise `CallTimeoutError`.
 
-        Then the loop is left behind with its thread, which ends when what runs in it has let itself be cancelled.
+        After a timeout, the coroutine is cancelled and the loop abandoned. The loop's thread ends when all its tasks
+        have reacted to their cancellation. The next call starts a new loop.
         """
         future = asyncio.run_coroutine_threadsafe(_caught(coroutine), self._running())
         try:
@@ -201,7 +214,7 @@ class LoopThread:
         return self._loop
 
     def close(self) -> None:
-        """Ends the thread, as soon as what runs in it lets itself be cancelled."""
+        """Cancel all tasks of the loop. The thread ends when all tasks have reacted to their cancellation."""
         if self._loop is not None:
             asyncio.run_coroutine_threadsafe(_end(), self._loop)
             self._loop = None
@@ -215,7 +228,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _end() -> None:
-    """Stops the loop when everything else in it has ended."""
+    """Cancel all other tasks of the loop, wait for their end, and stop the loop."""
     if others := asyncio.all_tasks() - {asyncio.current_task()}:
         for task in others:
             task.cancel()
@@ -224,17 +237,20 @@ async def _end() -> None:
 
 
 async def _caught(coroutine: Coroutine[Any, Any, Any]) -> tuple[bool, Any]:
-    """Whether it came to its end, and its result or error: exit() in a task would end the loop, unheard."""
+    """Await the coroutine, and return (True, result) or (False, error).
+
+    Errors are returned, because a SystemExit that leaves a task would end the loop without a report.
+    """
     try:
         return True, await coroutine
     except (Exception, SystemExit) as error:
         return False, error
-    except BaseException as error:  # also a part of it that was cancelled
+    except BaseException as error:  # for example CancelledError, if an inner task was cancelled
         return False, RuntimeError(f"it ended with {type(error).__name__}")
 
 
 class Together:
-    """Asks a coroutine function for each sample, at most `at_once` at a time."""
+    """A caller that runs a coroutine function for each sample, with at most `at_once` concurrent calls."""
 
     def __init__(self, function: RewardFunction, timeout: float | None, at_once: int):
         self.function, self.timeout, self.at_once = function, timeout, at_once
@@ -242,7 +258,8 @@ class Together:
 
     def __call__(self, samples: Sequence[Sample]) -> list[Any]:
         answers: list[Any] = [_WAITING] * len(samples)
-        # One that keeps the loop to itself holds up the others' times as well: so much for all, and one more.
+        # A coroutine that blocks the loop also delays the timeouts of all others. The bound for the whole batch is
+        # therefore the time of all rounds of `at_once` calls, plus one round.
         rounds = 1 + -(-len(samples) // self.at_once)
         try:
             self.loop.run(self._fill(answers, samples), None if self.timeout is None else rounds * self.timeout)
@@ -267,12 +284,12 @@ class Together:
         return value if done else Failure.of(value)
 
     def close(self) -> None:
-        """Ends its event loop."""
+        """End the thread of the event loop when all its tasks are cancelled."""
         self.loop.close()
 
 
 class AtOnceAwaited(AtOnce):
-    """Asks a coroutine function for all samples in one call."""
+    """A caller that awaits a coroutine function once for all samples."""
 
     def __init__(self, function: RewardFunction, timeout: float | None):
         super().__init__(function, timeout)
@@ -282,5 +299,5 @@ class AtOnceAwaited(AtOnce):
         return self.loop.run(call_many(self.function, samples, self.extras), self.timeout)
 
     def close(self) -> None:
-        """Ends its event loop."""
+        """End the thread of the event loop when all its tasks are cancelled."""
         self.loop.close()

@@ -1,4 +1,4 @@
-"""What keeps programs in on this machine: bubblewrap, our own namespaces, or Landlock alone, tried in this order."""
+"""Sandbox backends of this machine: bubblewrap, meshrl's own namespaces, or Landlock alone, tried in this order."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ BACKENDS = {
     "landlock": "Landlock: other files cannot be opened, but their names can be asked for",
     "none": "no root of its own: programs can read what their user can",
 }
-# What `auto` tries. Without a root of its own or Landlock a program can read the answers to its tests.
+# The backends that `auto` tries, and with strict=false the weak ones as well. Without its own root or Landlock, a
+# program can read the expected results of its tests.
 STRICT, WEAK = ("bwrap", "namespaces", "landlock"), ("none",)
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself could not be made or ended; the program is not to blame."""
+    """An error of the sandbox itself, which could not be started or ended. The program is not the cause."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """How programs are kept in, which interpreter runs them, and why the backends before it do not work here."""
+    """A sandbox backend and its interpreter. `refused` holds the reasons why the earlier backends do not work here."""
 
     name: str
     interpreter: str
@@ -38,7 +39,7 @@ class Backend:
     strict: bool = True
 
     def describe(self) -> str:
-        """One line for logs and `meshrl doctor`."""
+        """Return a description of one line for logs and `meshrl doctor`."""
         why = f" (not {'; not '.join(self.refused)})" if self.refused else ""
         return f"{self.name}, {BACKENDS[self.name]}; interpreter {self.interpreter}{why}"
 
@@ -46,7 +47,10 @@ class Backend:
 def choose_backend(
     trial: Callable[[Backend], None], wanted: str = "auto", interpreter: str | None = None, strict: bool = True
 ) -> Backend:
-    """The first backend and interpreter with which `trial` runs a program; a `SandboxError` lists all refusals."""
+    """Return the first backend and interpreter for which `trial` succeeds.
+
+    Raise `SandboxError` with all reasons if no backend works.
+    """
     if wanted != "auto" and wanted not in BACKENDS:
         raise ValueError(f"there is no sandbox '{wanted}': use auto, {', '.join(BACKENDS)}")
     if wanted == "none" and strict:
@@ -73,13 +77,13 @@ def choose_backend(
 
 @cache
 def log_backend(backend: Backend) -> None:
-    """Say once for each process which sandbox runs its programs."""
+    """Log once per process which sandbox runs its programs."""
     level = logging.WARNING if backend.name in WEAK else logging.INFO
     logger.log(level, "programs run in the sandbox %s", backend.describe())
 
 
 def find_bubblewrap() -> str:
-    """The path of `bwrap`."""
+    """Return the path of `bwrap` in the system's folders, or raise `SandboxError` if it is not installed."""
     found = shutil.which("bwrap", path=SYSTEM_PATH)
     if found is None:
         raise SandboxError("it is not installed")
@@ -87,13 +91,19 @@ def find_bubblewrap() -> str:
 
 
 def _interpreters() -> list[str]:
-    """This interpreter, then the system's, which other users can reach where this one lies in root's own folder."""
+    """Return this interpreter and, if the user is root, the system's interpreter.
+
+    Programs of root run as another user, who cannot reach an interpreter in root's home folder.
+    """
     system = shutil.which("python3", path=SYSTEM_PATH)
     return [sys.executable] + ([system] if system and os.getuid() == 0 and system != sys.executable else [])
 
 
 def reachable_temporary_folder(usual: str) -> str:
-    """Where temporary files go, or another such place where a program that runs as another user could not get in."""
+    """Return the folder `usual`, or for root the first temporary folder that other users can enter.
+
+    Programs that root starts run as another user.
+    """
     if os.getuid() != 0:
         return usual
     for candidate in (usual, "/tmp", "/var/tmp"):

@@ -1,6 +1,9 @@
-"""The checks' side: runs checks in a process that never runs the program, which hands over plain data on a channel.
+"""The process that runs the checks, in its own sandbox. The program runs in another process and sends plain data.
 
-Loaded from its text in a sandbox of its own. The verdict is the only thing that it prints.
+This file is loaded from its source text. The process prints only the verdict.
+
+* `Program`: the connection to the program. `ProgramObject`: a proxy of an object in the program's process.
+* `judge`, `main`: run the checks and print the verdict.
 """
 
 from __future__ import annotations
@@ -15,26 +18,29 @@ from typing import Any, NoReturn
 
 from meshrl.rewards.sandbox.plain import Channel, from_json, to_json
 
-# What an object of the program lets checks do. A value of the checks reaches only what the checks themselves name: a
-# class (by its capital letter), its instances and their parts, or a function. An object that a function returned
-# could otherwise be one that agrees to everything.
+# The kinds of proxies, which differ in what checks may do. Checks may pass values only to what they name themselves: a
+# class (its name begins with a capital letter), its instances and their attributes, or a function. An object that a
+# function returned is closed, because it could be made to satisfy every check.
 CLASS, OPEN, FUNCTION, CLOSED = "class", "open", "function", "closed"
 
 
 class NotPlainError(BaseException):
-    """Checks need plain data where the program has an object. Not an `Exception`, which checks might expect."""
+    """An error of a program that gives an object where the checks need plain data.
+
+    The class is not an `Exception`, so that checks cannot catch it by `except Exception`.
+    """
 
 
 class RefusedError(BaseException):
-    """Checks do what cannot be done here, whatever the program."""
+    """An error of checks that use something impossible in this setting, independent of the program."""
 
 
 class ProgramEndedError(BaseException):
-    """The program is gone, or does not speak as it should."""
+    """An error of a program that has ended or sent an invalid message."""
 
 
 class Program:
-    """The program as the checks see it: names, and questions about objects."""
+    """The checks' connection to the program: looks up the program's names and sends requests about its objects."""
 
     def __init__(self, channel: Channel):
         self.channel = channel
@@ -46,12 +52,12 @@ class Program:
         self.raised: list[BaseException] = []
 
     def lookup(self, names: list[str]) -> dict[str, Any]:
-        """Those of these names that the program defines."""
+        """Return the values or proxies of the requested names that the program defines, by name."""
         reply = self._exchange({"names": names})
         if "names" not in reply:
             self._end(f"its names cannot be listed: {reply}")
         found: dict[str, Any] = {}
-        for name in set(names) & set(reply["names"]):  # and no others: a name more could replace the checks' own
+        for name in set(names) & set(reply["names"]):  # an unrequested name could replace one of the checks
             held = reply["names"][name]
             if isinstance(held, dict) and set(held) == {"error"}:
                 found[name] = self._stand_in(name, *held["error"])
@@ -67,13 +73,17 @@ class Program:
         named: dict[str, Any] | None = None,
         kind: str = CLOSED,
     ) -> Any:
-        """The program's answer to a question about one of its objects; what it raises is raised."""
+        """Send a request about one of the program's objects, and return the result or raise the program's error.
+
+        `kind` is the kind of the proxy if the result is an object. Arguments that the program's function has changed in
+        place are updated.
+        """
         given = {"arguments": self._encode(arguments), "named": self._encode(named or {})}
         reply = self._exchange({"question": question, "of": target._number, **given})
         if "raised" in reply:
             error = self._error_of(reply)
             if isinstance(error, StopIteration) and question != "next":
-                # Else it would end a loop of the checks, such as `all(map(...))`, as if all were right.
+                # A StopIteration would end a loop of the checks, such as `all(map(...))`, as if all checks had passed.
                 error = RuntimeError("the program raised StopIteration")
             self.raised.append(error)
             raise error
@@ -82,7 +92,10 @@ class Program:
         return self._decode(reply["value"], kind)
 
     def not_plain(self, what: str) -> NoReturn:
-        """Note, so that no check can pass over it, that the program has given no plain data."""
+        """Record that the program gave an object instead of plain data, and raise `NotPlainError`.
+
+        The recorded problem decides the verdict even if the checks catch the error.
+        """
         self.problem = self.problem or ("not plain", what)
         raise NotPlainError(what)
 
@@ -107,14 +120,17 @@ class Program:
             self.channel.send({"result": result})
 
     def _error_of(self, reply: dict[str, Any]) -> BaseException:
-        """The program's error as one of the checks' own: of a class that they know by its name, or a built-in one."""
+        """Return the program's error as an exception that the checks can catch.
+
+        Its class is the first class of the error's MRO that is known by name: a stand-in class or a built-in one.
+        """
         names, arguments = [str(name) for name in reply["raised"]], list(reply.get("arguments", ()))
         for name in names:
             kind = self.errors.get(name) or _built_in_error(name)
             if kind is not None:
                 try:
                     return kind(*arguments)
-                except Exception:  # a class with arguments of its own
+                except Exception:  # a class with other arguments
                     break
         return Exception(f"{names[:1]}: {arguments}")
 
@@ -162,7 +178,7 @@ def _built_in_error(name: str) -> type[BaseException] | None:
 
 
 def _write_back(given: Any, now: Any) -> None:
-    """What a function has changed in place, in the checks' own object."""
+    """Copy the changes that the program's function made in place into the checks' own object."""
     if type(given) is not type(now):
         return
     if isinstance(given, list | bytearray):
@@ -176,7 +192,7 @@ def _write_back(given: Any, now: Any) -> None:
 
 
 class ProgramObject:
-    """An object that stays in the program's process: a function, a class, an instance."""
+    """A proxy of an object in the program's process, such as a function, a class or an instance."""
 
     def __init__(self, program: Program, number: int, type_name: str, kind: str):
         self._program, self._number, self._type_name, self._kind = program, number, type_name, kind
@@ -198,7 +214,7 @@ class ProgramObject:
         return self._program.ask(self, "getitem", (key,))
 
     def __contains__(self, value: Any) -> bool:
-        return any(value is item or value == item for item in self)  # the program would agree to everything
+        return any(value is item or value == item for item in self)  # the program would accept anything
 
     def __instancecheck__(self, value: Any) -> bool:
         return isinstance(value, ProgramObject) and self._program.ask(self, "isinstance", (value,)) is True
@@ -236,7 +252,7 @@ class ProgramObject:
 
 
 def judge(given: dict[str, Any], program: Program) -> tuple[str, str]:
-    """Run the checks; how the program did, and why."""
+    """Run the checks, and return the verdict's status and its reason."""
     names = vars(sys.modules["__main__"])
     for name in [name for name in names if not name.startswith("__")]:
         del names[name]
@@ -261,7 +277,7 @@ def judge(given: dict[str, Any], program: Program) -> tuple[str, str]:
 
 
 def main(number: int) -> None:
-    """The checks are given on standard input, the program answers on the socket `number`."""
+    """Read the checks from standard input, run them with the program on socket `number`, and print the verdict."""
     given = json.loads(sys.stdin.read())
     verdict_to = os.dup(1)
     with open(os.devnull, "w") as nowhere:

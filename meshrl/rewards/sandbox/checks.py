@@ -1,7 +1,7 @@
-"""Checks written in Python: which forms can be run, and what they take from the program.
+"""Parsing and validation of checks, which are Python code that tests a program.
 
-Checks run in a process of their own. Names that they use and do not define are the program's: functions, classes and
-values there, of which plain data comes back.
+Checks run in a separate process. Names that the checks use but do not define are looked up in the program. Such names
+are functions, classes and values, and the program returns plain data.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any
 
 DATA_ALONE = "the program hands over plain data alone"
 OTHER_PROCESS = "checks run in another process than the program"
-# What checks may not use, with the reason: it would run the program's text, or look for what is not in this process.
+# Names that checks may not use, with the reason: they could run text of the program as code, or they need objects that
+# do not exist in the process of the checks.
 REFUSED = {
     **dict.fromkeys(
         ("eval", "exec", "compile", "__import__", "importlib"), "that could run the program's text as code"
@@ -30,8 +31,8 @@ REFUSED = {
     ),
     **dict.fromkeys(("open", "input", "breakpoint"), OTHER_PROCESS),
 }
-# The calls of LiveCodeBench, APPS and TACO: their values went through JSON, in which tuples are lists and keys are
-# text, and outputs sometimes lie in a list of their own.
+# The check of one function call in LiveCodeBench, APPS and TACO. The values of these datasets went through JSON, in
+# which tuples become lists and keys become text. Some expected outputs are wrapped in a list of one element.
 CALL = """
 import json
 def _as_json(value):
@@ -50,21 +51,21 @@ assert _found == _wanted or (isinstance(_wanted, list) and _wanted[:1] == [_foun
 
 @dataclass(frozen=True)
 class Checks:
-    """Checks as Python text, the names that the program may define for them, and modules that they take for granted."""
+    """The source text of checks, the names that the program may define for them, and modules to import for them."""
 
     checks: str
     names: tuple[str, ...]
     modules: tuple[str, ...] = ()
 
     def as_json(self) -> str:
-        """What the checking process reads."""
+        """Return the JSON that the checking process reads from standard input."""
         return json.dumps(asdict(self))
 
 
 def call_checks(name: str, given: Any, wanted: Any) -> Checks:
-    """The check that a function, or the method of a class `Solution`, returns what is wanted.
+    """Build the check that the function `name`, or the method `name` of a class `Solution`, returns `wanted`.
 
-    Arguments are a list, or text with the JSON of one in each line; what is wanted may be the text of its JSON, too.
+    `given` is a list of arguments, or a text with one argument as JSON in each line. `wanted` may be JSON text as well.
     """
     if not name.isidentifier():
         raise ValueError(f"fn_name must be the name of a function, got {name!r}")
@@ -72,14 +73,18 @@ def call_checks(name: str, given: Any, wanted: Any) -> Checks:
     if not isinstance(arguments, list | tuple):
         raise ValueError(f"with fn_name, each of the inputs must be a list of arguments, got {str(given)[:80]!r}")
     if isinstance(wanted, str):
-        with suppress(json.JSONDecodeError):  # else it is the text itself
+        with suppress(json.JSONDecodeError):  # a text that is no JSON is the expected value itself
             wanted = json.loads(wanted)
     return Checks(CALL.format(values=json.dumps([list(arguments), wanted]), name=name), (name, "Solution"))
 
 
 @lru_cache(maxsize=256)
 def read_checks(text: str, entry_point: str | None = None) -> Checks:
-    """Checks from their text; a `ValueError` names what cannot be used. `entry_point` is the function under test."""
+    """Parse checks from their source text, and raise `ValueError` for checks that cannot be used.
+
+    `entry_point` is the name of the function under test. Calls of `check(candidate)` and of test functions are appended
+    if the text only defines these functions.
+    """
     try:
         tree = ast.parse(text)
         table = symtable.symtable(text, "checks", "exec")
@@ -117,7 +122,10 @@ def _refuse_by_name(tree: ast.Module) -> None:
 
 
 def _missing_calls(tree: ast.Module, entry_point: str | None) -> list[str]:
-    """Calls of `check(candidate)` and of tests as pytest finds them, where the checks only define them."""
+    """Return the calls of `check(candidate)` and of functions `test*` that the text defines but never uses.
+
+    Raise `ValueError` if such a function cannot be called, or if the text checks nothing.
+    """
     loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     calls = []
     for node in tree.body:
@@ -158,7 +166,7 @@ def _bound(table: symtable.SymbolTable) -> set[str]:
 
 
 def _free_names(table: symtable.SymbolTable) -> set[str]:
-    """Names that are read as globals anywhere."""
+    """Return the names that are read as globals anywhere in the module."""
     names = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced()}
     for child in _tables(table):
         names |= {symbol.get_name() for symbol in child.get_symbols() if symbol.is_global() and symbol.is_referenced()}
@@ -166,7 +174,7 @@ def _free_names(table: symtable.SymbolTable) -> set[str]:
 
 
 def _only_before_a_dot(tree: ast.Module) -> set[str]:
-    """Names that are read only to reach an attribute, as modules are."""
+    """Return the names that occur only before a dot, as names of modules do."""
     before_dots = [
         node.value.id for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     ]
@@ -175,9 +183,11 @@ def _only_before_a_dot(tree: ast.Module) -> set[str]:
 
 
 def _builtin_under_test(tree: ast.Module) -> set[str]:
-    """The function of the program that has the name of a built-in one, if the checks name no other.
+    """Return the built-in function's name that the checks call, if the program is to define that function.
 
-    Other built-in functions are never the program's: one that replaces `abs` or `sorted` could agree to everything.
+    The caller uses this only for checks that need no other name of the program. In all other checks, built-in functions
+    are never taken from the program, because a replaced `abs` or `sorted` could make every check pass. Raise
+    `ValueError` if the checks call several built-in functions.
     """
     called = {
         node.func.id

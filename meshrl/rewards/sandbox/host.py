@@ -1,6 +1,7 @@
-"""The program's side of its checks: runs the program, then calls its functions as the checks ask and answers with data.
+"""The program's side of the checks: runs the program, then executes the checks' requests on the program's objects.
 
-Loaded from its text in the program's own interpreter, where the program can change all of it: nothing here is trusted.
+This file is loaded from its source text in the interpreter that runs the program. The program can change everything
+here, so the checks do not trust this process.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from meshrl.rewards.sandbox.plain import Channel, from_json, to_json
 
-# What checks may ask of an object; the other end decides of which.
+# The operations that checks may request on an object. The checks' process decides which objects it uses them on.
 QUESTIONS: dict[str, Callable[..., Any]] = {
     "call": lambda target, *args, **kwargs: target(*args, **kwargs),
     "getattr": getattr,
@@ -25,7 +26,7 @@ QUESTIONS: dict[str, Callable[..., Any]] = {
 
 
 def main(number: int) -> None:
-    """Run `main.py` as Python runs a file, and then answer questions until the other end hangs up."""
+    """Run `main.py` as Python runs a file, then serve requests on socket `number` until the checks close it."""
     run, build, answers = exec, compile, Host(Channel(number))
     names = vars(sys.modules["__main__"])
     for name in [name for name in names if not name.startswith("__")]:
@@ -38,7 +39,7 @@ def main(number: int) -> None:
 
 
 class Host:
-    """Objects of the program that checks know by numbers, and the channel."""
+    """A server of the checks' requests. Checks refer to the program's objects by numbers."""
 
     def __init__(self, channel: Channel):
         self.channel = channel
@@ -46,7 +47,7 @@ class Host:
         self.numbers: dict[int, int] = {}
 
     def serve(self, names: dict[str, Any]) -> None:
-        """Answer until the other end is gone."""
+        """Reply to requests until the other end closes the channel. `names` are the program's globals."""
         try:
             while True:
                 message = self.channel.receive()
@@ -60,7 +61,7 @@ class Host:
                 answer = {"names": {name: self._named(names[name]) for name in message["names"] if name in names}}
             else:
                 answer = self._answer(message)
-        except BaseException as error:  # SystemExit as well: the checks decide what an error means
+        except BaseException as error:  # also SystemExit, because the checks decide what an error means
             answer = self._raised(error)
         try:
             self.channel.send(answer)
@@ -81,7 +82,7 @@ class Host:
         values = self._decode(given)
         result = QUESTIONS[message["question"]](self.objects[message["of"]], *values, **self._decode(message["named"]))
         reply = {"value": self._encode(result)}
-        if result is None and message["question"] == "call":  # a function that changes what it is given
+        if result is None and message["question"] == "call":  # a function that may change its arguments in place
             reply["changed"] = {
                 str(index): now
                 for index, (before, value) in enumerate(zip(given["tuple"], values, strict=True))
@@ -106,7 +107,7 @@ class Host:
 
 
 class _Callback:
-    """A function of the checks that they gave to the program."""
+    """A proxy of a function of the checks, which the checks passed to the program as an argument."""
 
     def __init__(self, host: Host, number: int):
         self._host, self._number = host, number

@@ -1,11 +1,12 @@
-"""The sandbox's own processes, which import the standard library only.
+"""The processes of a sandbox, which import only the standard library.
 
-    outer   makes namespaces; ends and reaps everything; passes on how it ended
-      └ init     process 1 of the new PID namespace: when it ends, the kernel ends all that is left in there
-          └ program   a root of its own, limits, another user, no privileges, no network; then the program
+    outer   creates namespaces; ends and reaps all processes; exits with the program's exit code
+      └ init     process 1 of the new PID namespace: when init ends, the kernel ends all other processes inside
+          └ program   gets its own root, limits, another user, no privileges, no network; then becomes the program
 
-With bubblewrap, the outer process and init are its own, and `start_in_bubblewrap` is the program's first code. With
-Landlock alone, all three are ordinary processes in one group, which the program cannot leave.
+With bubblewrap, the outer process and init belong to bubblewrap, and `start_in_bubblewrap` is the first code of the
+program's process. With Landlock alone, all three are ordinary processes. Init and the program then form one process
+group, which the program cannot leave.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ from typing import Any
 from meshrl.rewards.sandbox import kernel
 from meshrl.rewards.sandbox.root import DEVICES, JOB_FOLDER, enter_own_root, mount_job_folder
 
-# Users that nobody else is, one for each sandbox, so that limits count its processes alone.
+# User IDs that no other process has, one for each sandbox, so that limits count only the sandbox's processes.
 FIRST_UID = 1_000_000
 NOBODY = 65534
 
 
 def main() -> None:
-    """Started with the numbers of the file that holds the job and of the pipe for reports as arguments."""
+    """Run the outer process: start init, wait for its end, end all remaining processes and exit with init's code.
+
+    The command line arguments are the file descriptors of the job file and of the pipe for reports.
+    """
     status = int(sys.argv[2])
     job = _read_job(int(sys.argv[1]), status)
     parent = os.getppid()
@@ -46,7 +50,7 @@ def main() -> None:
     if init == 0:
         os.setpgid(0, 0)
         run_init(job, status)
-    with suppress(OSError):  # it may have done so itself, or have ended
+    with suppress(OSError):  # init may have done this itself, or have ended
         os.setpgid(init, init)
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -59,14 +63,14 @@ def main() -> None:
         end(0, None)
     _, how = os.waitpid(init, 0)
     end_group(init)
-    if job["folder"]:  # perhaps nobody else is left to do it
+    if job["folder"]:  # the process that started the sandbox may be gone
         shutil.rmtree(job["folder"], ignore_errors=True)
     code = os.waitstatus_to_exitcode(how)
     os._exit(code if code >= 0 else 128 - code)
 
 
 def start_in_bubblewrap() -> None:
-    """Started by bubblewrap in its root, with the same arguments as `main`."""
+    """Start the program inside the root that bubblewrap made. The command line arguments are those of `main`."""
     status = int(sys.argv[2])
     job = _read_job(int(sys.argv[1]), status)
     try:
@@ -83,7 +87,7 @@ def _read_job(number: int, status: int) -> Any:
 
 
 def enter_namespaces() -> None:
-    """Own PIDs, network, IPC and host name. Mounts are for `init` alone."""
+    """Enter new namespaces of PIDs, network, IPC and host name. Init alone gets a mount namespace, later."""
     wanted = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
     if os.getuid() == 0:
         kernel.unshare(wanted)
@@ -92,7 +96,7 @@ def enter_namespaces() -> None:
 
 
 def end_group(group: int) -> None:
-    """Kill what is left of a process group and reap it."""
+    """Kill the remaining processes of a process group and reap all children, for at most 5 seconds."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         with suppress(ProcessLookupError, PermissionError):
@@ -106,7 +110,7 @@ def end_group(group: int) -> None:
 
 
 def run_init(job: dict[str, Any], status: int) -> None:
-    """Start the program, reap what it leaves behind, and never live much longer than the program may."""
+    """Run init: start the program, reap orphans, and exit with the program's code or after its time limit."""
     try:
         if job["backend"] == "namespaces":
             enter_own_root(job["visible"])
@@ -116,7 +120,7 @@ def run_init(job: dict[str, Any], status: int) -> None:
     except BaseException as error:
         say(status, error=f"{type(error).__name__}: {error}")
         os._exit(126)
-    # Whoever started the sandbox ends it at the limit; this is for the case that they are gone.
+    # The process that started the sandbox ends it at the limit. This timer is for the case that it is gone.
     signal.signal(signal.SIGALRM, lambda number, frame: os._exit(124))
     signal.setitimer(signal.ITIMER_REAL, job["limits"]["seconds"] + 5)
     for number in {0, 1, 2, status, *job["inherited"]}:
@@ -129,11 +133,14 @@ def run_init(job: dict[str, Any], status: int) -> None:
 
 
 def choose_user(own: int) -> int:
-    """The user that the program runs as: root takes `own` (or nobody), others stay who they are."""
+    """Return the user ID that the program runs as: for root `own`, else nobody; for other users the current one.
+
+    Return 0 if root can become neither user.
+    """
     if os.getuid() != 0:
         return os.getuid()
     for uid in (own, NOBODY):
-        with suppress(OSError):  # a container may not know the number
+        with suppress(OSError):  # the ID may not be mapped in a container
             for saved in (uid, 0):
                 os.setresgid(-1, -1, saved)
                 os.setresuid(-1, -1, saved)
@@ -142,7 +149,7 @@ def choose_user(own: int) -> int:
 
 
 def start_program(job: dict[str, Any], status: int) -> None:
-    """Give up all that the program must not have, report what was achieved, and become the program."""
+    """Drop all rights that the program must not have, report the achieved isolation, and become the program."""
     has_root = job["backend"] in ("bwrap", "namespaces")
     uid = choose_user(FIRST_UID + job["number"])
     own_user = os.getuid() == 0 and uid != 0
@@ -172,7 +179,7 @@ def start_program(job: dict[str, Any], status: int) -> None:
         tables += [kernel.DENIED_SIGNALS, kernel.DENIED_CHANGES]
     seccomp = kernel.deny_system_calls(*tables, signals=shares_user)
     isolation = {"root": has_root, "user": own_user, "landlock": landlock > 0, "seccomp": seccomp}
-    # Before its third version, Landlock lets the owner of a file that it may read cut it off.
+    # Before version 3, Landlock does not stop the owner of a readable file from truncating the file.
     if job["strict"] and not (has_root or (seccomp and landlock >= (3 if shares_user else 1))):
         raise PermissionError(f"too little keeps the program in: {isolation}, Landlock's version is {landlock}")
     if job["quiet"]:
@@ -184,7 +191,11 @@ def start_program(job: dict[str, Any], status: int) -> None:
 
 
 def set_limits(job: dict[str, Any], uid: int, own_user: bool) -> None:
-    """What the kernel bounds for each process, and how many of them there may be."""
+    """Set the kernel's resource limits of each process, and the limit of the number of processes.
+
+    If the program shares its user with other processes, the kernel counts these as well, so the limit is raised by
+    their number.
+    """
     limits = job["limits"]
     if own_user:
         counted = 0
@@ -208,7 +219,7 @@ def set_limits(job: dict[str, Any], uid: int, own_user: bool) -> None:
 
 
 def environment(work: str) -> dict[str, str]:
-    """Nothing of the trainer's own."""
+    """Return the environment variables of the program, which contain nothing of the trainer's environment."""
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "HOME": work,
@@ -221,5 +232,5 @@ def environment(work: str) -> dict[str, str]:
 
 
 def say(status: int, **message: Any) -> None:
-    """One line to whoever started the sandbox."""
+    """Write a report as one line of JSON to the pipe `status`, for the process that started the sandbox."""
     os.write(status, (json.dumps(message) + "\n").encode())

@@ -1,6 +1,6 @@
-"""The kernel's means of keeping a process in: namespaces, mounts, Landlock and seccomp, by ctypes.
+"""Isolation of processes by the Linux kernel: namespaces, mounts, Landlock and seccomp, by ctypes.
 
-Standard library only: every sandbox starts a process that loads this.
+This file imports only the standard library, because every sandbox starts a process that loads it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ SYS_MOUNT_SETATTR, SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT 
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_SECUREBITS, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 28, 36, 38
 SECURE_NO_ROOT, CAPABILITY_VERSION = 0x3, 0x20080522
 
-# Landlock's rights on files and folders by ABI: 1 (execute, write, read, list, remove, make), 2 moves between folders,
-# 3 truncates, 5 controls devices. ABI 6 keeps signals and abstract sockets within the sandbox.
+# Landlock's rights on files and folders by ABI version: 1 has execute, write, read, list, remove and make; 2 adds moves
+# between folders, 3 truncation, 5 ioctl on devices. ABI 6 keeps signals and abstract sockets within the sandbox.
 LANDLOCK_FIRST, LANDLOCK_REFER, LANDLOCK_TRUNCATE, LANDLOCK_IOCTL = 0x1FFF, 1 << 13, 1 << 14, 1 << 15
 LANDLOCK_READ, LANDLOCK_WRITE_FILE, LANDLOCK_SCOPES = 0x1 | 0x4 | 0x8, 0x2, 0x3
 LANDLOCK_OF_FILES = 0x1 | 0x2 | 0x4 | LANDLOCK_TRUNCATE | LANDLOCK_IOCTL
 
-# Numbers on x86_64 and on aarch64 of what no program needs that only computes.
+# System calls that a purely computing program does not need, with their numbers on x86_64 and on aarch64.
 DENIED = {
     "socket": (41, 198),
     "ptrace": (101, 117),
@@ -67,9 +67,9 @@ DENIED = {
     "mq_unlink": (241, 181),
     "pidfd_getfd": (438, 438),
 }
-# Without a PID namespace: a program must stay in its process group, so that the whole of it can be ended.
+# Without a PID namespace: all processes of a program must stay in its process group, so that all can be ended.
 DENIED_LEAVING = {"setsid": (112, 157), "setpgid": (109, 154)}
-# Where it runs as the trainer's own user too, it must not signal, slow or limit the trainer.
+# If the program also runs as the trainer's user, it must not signal, slow down or limit the trainer.
 DENIED_SIGNALS = {
     "kill": (62, 129),
     "tkill": (200, 130),
@@ -87,7 +87,7 @@ DENIED_SIGNALS = {
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
 }
-# For the same case: Landlock keeps files from being opened, but not their owner from changing what is known of them.
+# For the same case: Landlock prevents opening of files, but does not stop their owner from changing their metadata.
 DENIED_CHANGES = {
     "truncate": (76, 45),
     "chmod": (90, 53),
@@ -112,7 +112,7 @@ DENIED_CHANGES = {
     "removexattrat": (466, 466),
     "file_setattr": (469, 469),
 }
-# For the same case: values of a call's second argument that would make the kernel signal another process for it
+# For the same case: values of a call's second argument by which the kernel would signal another process for the program
 # (F_SETOWN, F_SETSIG and F_SETOWN_EX of fcntl; FIOSETOWN and SIOCSPGRP of ioctl).
 DENIED_SECOND_ARGUMENTS = {(72, 25): (8, 10, 15), (16, 29): (0x8901, 0x8902)}
 CLONE, CLONE3 = (56, 220), (435, 435)
@@ -127,12 +127,12 @@ def _check(result: int, what: str) -> int:
 
 
 def unshare(flags: int) -> None:
-    """Moves this process (children, for PIDs) into new namespaces."""
+    """Move this process into new namespaces. A new PID namespace applies to its children only."""
     _check(_libc.unshare(flags), "unshare")
 
 
 def enter_user_namespace(flags: int) -> None:
-    """New namespaces for an ordinary user, who stays the same user inside."""
+    """Enter a user namespace and the namespaces in `flags`, as an ordinary user who stays the same user inside."""
     uid, gid = os.getuid(), os.getgid()
     unshare(CLONE_NEWUSER | flags)
     Path("/proc/self/setgroups").write_text("deny")
@@ -141,7 +141,7 @@ def enter_user_namespace(flags: int) -> None:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    """mount(2)."""
+    """Mount a file system by mount(2), and raise `OSError` if the kernel refuses."""
     _check(
         _libc.mount(
             source.encode(),
@@ -155,12 +155,12 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
 
 
 def unmount(target: str) -> None:
-    """Take a mount, and all mounts below it, out of this process's view."""
+    """Detach a mount and all mounts below it from this mount namespace."""
     _check(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
 
 
 def pivot_root(new_root: str, old_root: str) -> None:
-    """Make the mount `new_root` the root of this mount namespace; what was the root is then at `old_root`."""
+    """Make the mount `new_root` the root of this mount namespace, and move the former root to `old_root`."""
     number = SYS_PIVOT_ROOT.get(platform.machine())
     if number is None:
         raise OSError(errno.ENOSYS, f"no number of pivot_root is known for {platform.machine()}")
@@ -168,7 +168,7 @@ def pivot_root(new_root: str, old_root: str) -> None:
 
 
 def make_all_mounts_read_only() -> None:
-    """All mounts of this mount namespace; set-user-ID programs in them give nothing either."""
+    """Make all mounts of this mount namespace read-only, and disable the set-user-ID bit of programs in them."""
     attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, 0, 0, 0)
     _check(
         _libc.syscall(
@@ -179,22 +179,22 @@ def make_all_mounts_read_only() -> None:
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent ends become children of this process."""
+    """Make this process the new parent of descendants whose own parent ends (a subreaper)."""
     _check(_libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(subreaper)")
 
 
 def signal_when_orphaned(number: int) -> None:
-    """This signal comes when the thread that started this process ends."""
+    """Request the signal `number` for this process when the thread that started it ends."""
     _check(_libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0), "prctl(pdeathsig)")
 
 
 def forbid_new_privileges() -> None:
-    """No set-user-ID program gives this process and its children anything from now on."""
+    """Prevent this process and its children from gaining privileges, for example by set-user-ID programs."""
     _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(no_new_privs)")
 
 
 def drop_capabilities() -> None:
-    """Give up all privileges, for good; if this process is root, starting a program gives none back."""
+    """Drop all capabilities permanently. If this process is root, starting a program does not restore them."""
     if os.getuid() == 0:
         _check(_libc.prctl(PR_SET_SECUREBITS, SECURE_NO_ROOT, 0, 0, 0), "prctl(securebits)")
     head, none = struct.pack("Ii", CAPABILITY_VERSION, 0), bytes(24)
@@ -202,15 +202,15 @@ def drop_capabilities() -> None:
 
 
 def counts_by_namespace() -> bool:
-    """Whether RLIMIT_NPROC counts within a user namespace (Linux 5.14), not all processes of the user."""
+    """Return whether the kernel counts RLIMIT_NPROC per user namespace (Linux 5.14), not over all of the user."""
     major, minor = platform.release().split(".")[:2]
     return (int(major), int("".join(filter(str.isdigit, minor)))) >= (5, 14)
 
 
 def allow_files(folder: str, readable: Sequence[str]) -> int:
-    """Landlock: from now on `folder` is all that can be written, it and `readable` all that can be opened.
+    """Restrict this process by Landlock: only `folder` can be written, only `folder` and `readable` can be opened.
 
-    Devices among `readable` can be written as well. Gives the kernel's version of Landlock, 0 if it has none.
+    Devices among `readable` can be written as well. Return the kernel's Landlock version, or 0 without Landlock.
     """
     abi = _libc.syscall(SYS_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
     if abi < 1:
@@ -238,9 +238,10 @@ def allow_files(folder: str, readable: Sequence[str]) -> int:
 
 
 def deny_system_calls(*tables: dict[str, tuple[int, int]], signals: bool = False) -> bool:
-    """seccomp: the calls of these tables, and new namespaces, fail with EPERM; False if the kernel has no seccomp.
+    """Make the system calls in these tables, and the creation of namespaces, fail with EPERM, by seccomp.
 
-    With `signals`, calls that would make the kernel send a signal to another process fail as well.
+    With `signals`, calls fail as well by which the kernel would send a signal to another process. Return False if the
+    kernel has no seccomp or the machine's architecture is unknown.
     """
     if platform.machine() not in ARCHITECTURES:
         return False
@@ -256,7 +257,11 @@ def deny_system_calls(*tables: dict[str, tuple[int, int]], signals: bool = False
 def _filter(
     architecture: int, denied: list[int], arguments: dict[int, tuple[int, ...]], clone: int, clone3: int
 ) -> list[bytes]:
-    """Classic BPF over `struct seccomp_data`: number at 0, architecture at 4, low halves of arguments at 16, 24, ..."""
+    """Build the seccomp filter as instructions of classic BPF.
+
+    The input is `struct seccomp_data`: the call's number is at byte 0, the architecture at 4, and the low halves of the
+    arguments are at 16, 24, ...
+    """
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, refuse = 0x7FFF0000, 0x80000000, 0x00050000
 
@@ -272,7 +277,7 @@ def _filter(
         for value in values:
             lines += [line(equal, value, 0, 1), line(give, refuse | errno.EPERM)]
         lines += [line(give, allow)]
-    # clone3's flags lie in memory, where no filter sees them: C libraries then take clone.
+    # The flags of clone3 are in memory, which a filter cannot read. With ENOSYS, C libraries fall back to clone.
     lines += [line(equal, clone3, 0, 1), line(give, refuse | errno.ENOSYS)]
     lines += [line(equal, clone, 0, 3), line(load, 16), line(any_bit, ANY_NAMESPACE, 0, 1)]
     lines += [line(give, refuse | errno.EPERM), line(give, allow)]
@@ -280,11 +285,11 @@ def _filter(
 
 
 def threads_of_user(uid: int) -> int:
-    """How many threads this user runs now: where RLIMIT_NPROC starts to count."""
+    """Count the current threads of a user, because RLIMIT_NPROC includes them."""
     count = 0
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # ended meanwhile
+            with contextlib.suppress(OSError):  # the process may have ended
                 if entry.stat().st_uid == uid:
                     count += len(os.listdir(entry / "task"))
     return count

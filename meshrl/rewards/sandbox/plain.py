@@ -1,7 +1,8 @@
-"""Plain data as JSON with exact types, and the channel on which a program and its checks exchange it.
+"""Conversion of plain data to JSON with exact types, and the channel between a program and its checks.
 
-Standard library only, and loaded from its text in sandboxes. What is read here may come from a hostile program: it is
-data, never code. Objects that are not plain data stay where they are and travel as numbers.
+This file imports only the standard library, and sandboxes load it from its source text. Input may come from a hostile
+program, so it is decoded as data and never run as code. Objects that are not plain data stay in their process, and only
+their numbers are sent.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 MESSAGE_BYTES = 32 << 20
 EXACT_INTEGERS = 1 << 53
 
-# To JSON's own types and back for every further type, by its exact type: a subclass may lie about anything.
+# Conversions of further types to JSON's types and back, by exact type, because a subclass may override anything.
 Walk = Callable[[Any], Any]
 TO_JSON: dict[type, tuple[str, Callable[[Any, Walk], Any]]] = {
     int: ("int", lambda value, walk: hex(value)),
@@ -71,7 +72,7 @@ def _pairs(value: Any, walk: Walk) -> list[list[Any]]:
 
 
 def to_json(value: Any, other: Callable[[Any], dict[str, Any]]) -> Any:
-    """A value as JSON. `other` gives a one-entry dict for an object that is not plain data, or raises."""
+    """Convert a value to JSON. For an object that is not plain data, `other` returns a one-entry dict or raises."""
     kind = type(value)
     if value is None or kind in (bool, float, str) or (kind is int and -EXACT_INTEGERS < value < EXACT_INTEGERS):
         return value
@@ -94,7 +95,7 @@ def to_json(value: Any, other: Callable[[Any], dict[str, Any]]) -> Any:
 
 
 def from_json(held: Any, other: Callable[[str, Any], Any]) -> Any:
-    """The value that `to_json` made this JSON of. `other` is given the one entry of a dict for another object."""
+    """Convert JSON from `to_json` back to the value. `other(name, inner)` converts entries of unknown names."""
 
     def walk(item: Any) -> Any:
         return from_json(item, other)
@@ -120,15 +121,15 @@ def _array(kind: str, held: Any) -> Any:
 
 
 class Channel:
-    """One end of a socket: messages are JSON, one in a line."""
+    """One end of a socket that carries messages as JSON, one per line. `number` is its file descriptor."""
 
     def __init__(self, number: int):
         self.number, self.read = number, b""
-        # Kept from a program that gives these names to others.
+        # References to the functions are kept, because a program may replace them in their modules.
         self._write, self._receive, self._dumps, self._loads = os.write, os.read, json.dumps, json.loads
 
     def send(self, message: Any) -> None:
-        """Send a message, or raise a `ValueError` if it is too long."""
+        """Send a message, or raise `ValueError` if it is longer than `MESSAGE_BYTES`."""
         text = self._dumps(message).encode() + b"\n"
         if len(text) > MESSAGE_BYTES:
             raise ValueError(f"{len(text)} bytes of data are more than the {MESSAGE_BYTES} that a message may have")
@@ -136,7 +137,7 @@ class Channel:
             text = text[self._write(self.number, text) :]
 
     def receive(self) -> Any:
-        """The next message; an `EOFError` if the other end is gone or talks without end."""
+        """Wait for the next message. Raise `EOFError` if the other end is gone or the message is too long."""
         pieces = [self.read]
         while b"\n" not in pieces[-1]:
             piece = self._receive(self.number, 1 << 20)

@@ -1,6 +1,6 @@
-"""The root that a program sees: its interpreter, the libraries that this needs, four devices and the job's folder.
+"""The root folder of a program: its interpreter, the interpreter's libraries, four devices and the job's folder.
 
-Standard library only: the sandbox's own processes load this, too.
+This file imports only the standard library, because the sandbox's own processes load it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from typing import Any
 from meshrl.rewards.sandbox import kernel
 
 JOB_FOLDER = "/job"
-# Programs and shared libraries of the system, what the loader needs to find them, and time zones.
+# The system's programs and shared libraries, the files by which the loader finds the libraries, and time zones.
 SYSTEM = (
     *("/bin", "/lib", "/lib32", "/lib64", "/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec"),
     *("/usr/local/bin", "/usr/local/lib", "/usr/local/lib64", "/usr/share/zoneinfo"),
     *("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime"),
 )
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-# Below the folder that a Python is installed in: all of it may hold anything (a home folder, a project).
+# The visible entries of the folder that a Python is installed in. The folder itself may be a home folder or a project
+# with other files, so the rest of it stays hidden.
 OF_A_PREFIX = ("bin", "lib", "lib64", "lib32", "pyvenv.cfg")
 ASK_SECONDS = 60.0
 ASK = """
@@ -40,7 +41,7 @@ print(json.dumps([sys.executable, prefixes, folders, mapped]))
 
 @dataclass(frozen=True)
 class View:
-    """An interpreter, and the paths that its programs see, each with the real path it stands for."""
+    """An interpreter, and the paths visible to its programs, each mapped to its real path on this machine."""
 
     interpreter: str
     paths: Mapping[str, str]
@@ -48,9 +49,9 @@ class View:
 
 @cache
 def view_of(interpreter: str) -> View:
-    """The view of this interpreter's programs, by what the interpreter itself says of its libraries.
+    """Return the view of an interpreter's programs, from the folders that the interpreter itself reports.
 
-    Folders that `.pth` files add (editable installs) lie outside the interpreter's own and are left out.
+    Folders that `.pth` files add (editable installs) are outside the interpreter's own folders and are left out.
     """
     executable, prefixes, folders, mapped = _ask(interpreter)
     wanted = [*SYSTEM, *DEVICES, *_links_of(executable)]
@@ -65,13 +66,13 @@ def view_of(interpreter: str) -> View:
 
 
 def _is_shown(path: str, found: dict[str, str]) -> bool:
-    """Whether a folder of `found` shows this path already, if only as a symbolic link."""
+    """Return whether a folder in `found` contains this path already, if only as a symbolic link."""
     above = (str(parent) for parent in Path(path).parents)
     return any(parent in found and os.path.lexists(found[parent] + path[len(parent) :]) for parent in above)
 
 
 def _links_of(interpreter: str) -> list[str]:
-    """The interpreter's path and those of the symbolic links that lead from it to the real file."""
+    """Return the interpreter's path and the path after each symbolic link, up to the real file."""
     paths = [interpreter]
     while os.path.islink(paths[-1]) and len(paths) < 40:
         paths.append(os.path.join(os.path.dirname(paths[-1]), os.readlink(paths[-1])))
@@ -79,7 +80,7 @@ def _links_of(interpreter: str) -> list[str]:
 
 
 def _ask(interpreter: str) -> Any:
-    """Prefixes, library folders and mapped files of an interpreter, from itself."""
+    """Run an interpreter, and return its path, prefixes, library folders and mapped files."""
     done = subprocess.run(
         [interpreter, "-B", "-s", "-c", ASK], env={}, cwd="/", capture_output=True, text=True, timeout=ASK_SECONDS
     )
@@ -89,7 +90,10 @@ def _ask(interpreter: str) -> Any:
 
 
 def enter_own_root(visible: Mapping[str, str]) -> None:
-    """Make a new root of these paths, all read-only, and leave the machine's own. Needs a mount namespace's rights."""
+    """Build a new read-only root of the visible paths, and leave the machine's root.
+
+    The process needs the right to create a mount namespace.
+    """
     base = next(path for path in ("/tmp", "/run", "/dev") if os.path.isdir(path))
     kernel.unshare(kernel.CLONE_NEWNS)
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
@@ -113,7 +117,7 @@ def enter_own_root(visible: Mapping[str, str]) -> None:
 
 
 def mount_job_folder(limits: dict[str, Any], uid: int) -> None:
-    """Mount a file system in memory, bounded in size and number of files, at the job's folder."""
+    """Mount a file system in memory at the job's folder, with limits on its size and number of files."""
     size, entries = int(limits["files_mb"] * (1 << 20)), limits["files"] + 1
     gid = uid if os.getuid() == 0 else os.getgid()
     options = f"size={size},nr_inodes={entries},mode=0700,uid={uid},gid={gid}"
@@ -121,9 +125,9 @@ def mount_job_folder(limits: dict[str, Any], uid: int) -> None:
 
 
 def bubblewrap_command(bwrap: str, visible: Mapping[str, str], status: int, as_root: bool) -> list[str]:
-    """The bubblewrap command line, up to the command, of the same root in namespaces of its own.
+    """Return the bubblewrap command line without the command, for the root of `enter_own_root` in new namespaces.
 
-    The sandbox's own first code inside keeps the privileges to mount the job's folder and to become another user.
+    The first code inside keeps the capabilities to mount the job's folder and to become another user.
     """
     namespaces = ["pid", "net", "ipc", "uts"] if as_root else ["user", "pid", "net", "ipc", "uts"]
     kept = (
@@ -136,7 +140,7 @@ def bubblewrap_command(bwrap: str, visible: Mapping[str, str], status: int, as_r
     for name in kept:
         command += ["--cap-add", name]
     parents = {str(parent) for path in visible for parent in Path(path).parents} - {"/"} - set(visible)
-    for parent in sorted(parents, key=lambda parent: parent.count("/")):  # else only root could enter them
+    for parent in sorted(parents, key=lambda parent: parent.count("/")):  # so that all users can enter them
         command += ["--dir", parent]
     for path, real in visible.items():
         command += ["--dev-bind" if path in DEVICES else "--ro-bind", real, path]

@@ -1,4 +1,9 @@
-"""From outside: start a sandbox, feed it, read what it says within bounds, and end it in time."""
+"""Running of programs and checks in sandboxes, with limits on time and output. This file runs outside the sandbox.
+
+* `run_python`: run a program and return its output. `run_checks`: run a program against checks.
+* `Limits`, `Finished`, `Verdict`: the limits of a program, and the results of both functions.
+* `chosen_backend`: the backend that this process uses.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +42,13 @@ from meshrl.rewards.sandbox.root import bubblewrap_command, view_of
 HERE, PACKAGE = Path(__file__).parent, "meshrl.rewards.sandbox"
 PACKAGE_ROOT = str(Path(__file__).parents[3])
 INSIDE = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from meshrl.rewards.sandbox.inside import main; main()"
-# For the sandbox's own start and end, which a busy machine may delay; a program has `Limits.seconds`.
+# Time limits of the sandbox's own start and end, which a busy machine may delay. A program has `Limits.seconds`.
 START_SECONDS, END_SECONDS = 60.0, 30.0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use. Memory is for each of its processes; seconds are of the clock."""
+    """The limits of a program. Memory is per process, `seconds` is wall-clock time, `output_kb` is per stream."""
 
     seconds: float = 10.0
     memory_mb: float = 512
@@ -61,7 +66,7 @@ class Limits:
 
 @dataclass
 class Finished:
-    """How a program ended: `ok`, `failed` (its exit code says how), `timeout`, or `output` (it said too much)."""
+    """The end of a program. The status is `ok`, `failed` (see `exit_code`), `timeout` or `output` (too much output)."""
 
     status: str
     exit_code: int | None
@@ -72,25 +77,25 @@ class Finished:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a program did by its checks: `passed`, `wrong`, `failed`, `timeout`, `output` or `not plain`, and why."""
+    """The result of checks: `passed`, `wrong`, `failed`, `timeout`, `output` or `not plain`, and the reason."""
 
     status: str
     why: str
 
 
 def run_python(code: str, stdin: str = "", limits: Limits | None = None, *, backend: Backend | None = None) -> Finished:
-    """Run a Python program that nobody trusts; all its processes and files are gone when this returns.
+    """Run an untrusted Python program, and return its output. All its processes and files are gone afterwards.
 
-    Without a `backend`, it is the strongest one that works here; a `SandboxError` if there is none.
+    The default `backend` is the strongest one that works here. Raise `SandboxError` if no backend works.
     """
     with _Sandbox(backend or chosen_backend(), limits or Limits(), code, ["main.py"], stdin=stdin) as started:
         return started.finish()
 
 
 def run_checks(code: str, checks: Checks, limits: Limits | None = None, *, backend: Backend | None = None) -> Verdict:
-    """Run a program, and checks of its functions in a second sandbox, to which the program hands plain data only.
+    """Run a program in one sandbox and checks of its functions in a second one, and return the verdict.
 
-    A `ValueError` says that the checks themselves cannot be used, whatever the program.
+    The program sends only plain data to the checks. Raise `ValueError` if the checks cannot be used with any program.
     """
     backend, limits = backend or chosen_backend(), limits or Limits()
     with ExitStack() as opened:
@@ -120,10 +125,10 @@ def run_checks(code: str, checks: Checks, limits: Limits | None = None, *, backe
 
 @cache
 def chosen_backend(sandbox: str = "auto", interpreter: str | None = None, strict: bool = True) -> Backend:
-    """The backend that this process uses, which the first call finds by a trial and logs.
+    """Return the backend that this process uses. The first call finds it by running a trial program, and logs it.
 
-    `sandbox` is one of `BACKENDS`, or `auto` for the strongest that works. With `strict`, a machine on which nothing
-    keeps programs from the trainer's files is a `SandboxError`.
+    `sandbox` is one of `BACKENDS`, or `auto` for the strongest backend that works. With `strict`, raise `SandboxError`
+    on a machine on which no backend keeps programs from reading the trainer's files.
     """
 
     def trial(backend: Backend) -> None:
@@ -148,9 +153,10 @@ def _source(module: str) -> str:
 
 
 def _standalone(modules: Sequence[str], run: str) -> str:
-    """Python code that loads modules of this folder from their text, and then runs a function of the last one.
+    """Return Python code that loads modules of this folder from their source text, and then executes `run`.
 
-    A sandbox does not see our package, and what runs in it afterwards does not either.
+    `run` is a call of a function of the last module. The package is not visible in a sandbox, and the loaded modules
+    are removed from `sys.modules`, so that the program cannot import them.
     """
     packages = ("meshrl", "meshrl.rewards", PACKAGE)
     sources = dict.fromkeys(packages, "") | {f"{PACKAGE}.{name}": _source(name) for name in modules}
@@ -169,12 +175,12 @@ def _standalone(modules: Sequence[str], run: str) -> str:
 
 
 def _loaded(module: str, channel: socket.socket) -> list[str]:
-    """The interpreter's arguments that start the program's or the checks' side of a channel."""
+    """Return the interpreter's arguments that start `module` ("host" or "checker") with its end of the channel."""
     return ["-c", _standalone(("plain", module), f"main({channel.fileno()})")]
 
 
 class _Sandbox:
-    """One program in a sandbox, from its start until nothing of it is left."""
+    """A program in a sandbox, as a context manager. On exit, all processes and files of the sandbox are gone."""
 
     def __init__(
         self,
@@ -251,7 +257,10 @@ class _Sandbox:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the sandbox if it still runs. Its own outer process reaps the rest; the kill is for one that is stuck."""
+        """End the sandbox if it still runs.
+
+        The sandbox's outer process reaps all others. The outer process is killed only if it is stuck.
+        """
         try:
             if self.process.poll() is None:
                 self._signal_end()
@@ -269,13 +278,16 @@ class _Sandbox:
             self._remove_folder()
 
     def wait_for_start(self) -> None:
-        """Return when the program has started, or its sandbox has failed to start it."""
+        """Wait until the program has started, or until its sandbox has failed to start it."""
         while not self.started and self.selector.get_map():
             self._read_some()
             self._check_deadline()
 
     def finish(self) -> Finished:
-        """Read all until the program has ended or is ended at a limit."""
+        """Read all output until the program ends or is ended at a limit, and return the result.
+
+        Raise `SandboxError` if the sandbox itself failed.
+        """
         while self.selector.get_map():
             self._read_some()
             self._check_deadline()
@@ -292,7 +304,7 @@ class _Sandbox:
         return Finished(status, None if self.stopped else code, self._text("stdout"), self._text("stderr"), isolation)
 
     def stop(self, why: str = "stopped") -> None:
-        """Begin to end the program."""
+        """Signal the sandbox to end the program, without waiting for the end. `why` becomes the status."""
         self.stopped = self.stopped or why
         self._signal_end()
         self.deadline = time.monotonic() + END_SECONDS
@@ -320,7 +332,11 @@ class _Sandbox:
                     self.stop("output")
 
     def _signal_end(self) -> None:
-        """Kill process 1 of the sandbox, so that whoever waits for it reaps everything, or ask the outer one to."""
+        """Kill process 1 of bubblewrap's sandbox if its PID is known, else send SIGTERM to the outer process.
+
+        On SIGTERM, the outer process of meshrl's own sandbox kills process 1. The process that waits for process 1 then
+        reaps all others.
+        """
         if self.process.poll() is not None:
             return
         first = self._reports().get("child-pid") if self.is_bwrap else None
@@ -331,7 +347,7 @@ class _Sandbox:
                 self.process.send_signal(signal.SIGTERM)
 
     def _wait_for_first_process(self) -> None:
-        """Wait for process 1 of bubblewrap's namespace. It ends after all others, and bubblewrap itself before it."""
+        """Wait for process 1 of bubblewrap's namespace, which ends after all others and after bubblewrap itself."""
         first = self._reports().get("child-pid") if self.is_bwrap else None
         if not isinstance(first, int):
             return
@@ -359,11 +375,11 @@ class _Sandbox:
 
 
 def _in_memory(content: bytes) -> IO[bytes]:
-    """A file that lies nowhere, open at its beginning, which nobody can change any more."""
+    """Return a sealed file in memory with this content, open at its beginning. The content can no longer change."""
     number = os.memfd_create("job", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     file = os.fdopen(number, "w+b")
     file.write(content)
     file.flush()
     file.seek(0)
-    fcntl.fcntl(number, fcntl.F_ADD_SEALS, 0xF)  # no writing, growing, shrinking, nor other seals
+    fcntl.fcntl(number, fcntl.F_ADD_SEALS, 0xF)  # seals against writing, growing, shrinking and further seals
     return file
