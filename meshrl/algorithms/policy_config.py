@@ -37,6 +37,9 @@ class PolicyLossConfig:
         for name in (*positive, "m2_threshold"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("clip_cov_ratio", "kl_cov_ratio"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name} is a share of the tokens, at most 1, got {getattr(self, name)}")
         if self.clip_cov_lb >= self.clip_cov_ub:
             raise ValueError(f"clip_cov_lb ({self.clip_cov_lb}) must be below clip_cov_ub ({self.clip_cov_ub})")
         if self.icepop_low >= self.icepop_high:

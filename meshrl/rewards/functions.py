@@ -181,8 +181,10 @@ def _tests_by_name(tests: Mapping[str, Any]) -> list[Printed | Checks]:
             f"{', '.join(sorted(INPUTS))}, or {', '.join(sorted(CHECKS))}"
         )
     if "checks" in given:
-        texts = given["checks"]
-        return [read_checks(text, given.get("entry_point")) for text in ([texts] if isinstance(texts, str) else texts)]
+        texts = [given["checks"]] if isinstance(given["checks"], str) else given["checks"]
+        if not texts:
+            raise ValueError("the ground_truth of a programming task has an empty list of checks: give at least one")
+        return [read_checks(text, given.get("entry_point")) for text in texts]
     inputs, outputs = list(given.get("inputs", ())), list(given.get("outputs", ()))
     if not len(inputs) == len(outputs) > 0:
         raise ValueError(f"tests need as many outputs as inputs, at least one: got {len(outputs)} and {len(inputs)}")

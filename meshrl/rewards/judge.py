@@ -192,6 +192,8 @@ class UrlAsk:
                     return problem
                 after = response.headers.get("retry-after", "")
                 wait = float(after) if after.isdigit() else wait
+            except httpx.InvalidURL as error:
+                return RuntimeError(f"the judge's address {self.url!r} is not a URL: {error}")
             except httpx.HTTPError as error:
                 problem = RuntimeError(f"the judge cannot be reached: {type(error).__name__}: {error}")
             except (ValueError, KeyError, IndexError, TypeError) as error:

@@ -154,8 +154,9 @@ def config_for(model: Path, world: int, overrides: Sequence[str], check: bool = 
         f"model.path={model}",
         f"trainer.n_gpus_per_node={world}",
         "model.enable_gradient_checkpointing=false",
-        *([] if "strategy=megatron" in overrides else ["engine.fsdp_config.mixed_precision.param_dtype=fp32"]),
-        *(["engine.megatron.dtype=fp32"] if "strategy=megatron" in overrides else []),
+        "engine.megatron.dtype=fp32"
+        if "engine.strategy=megatron" in named
+        else "engine.fsdp_config.mixed_precision.param_dtype=fp32",
     ]
     config = load_config(None, [*fixed, *named], SFTConfig).config
     if check:

@@ -301,6 +301,8 @@ def test_config_is_read_from_objects_dicts_and_nested() -> None:
     assert PolicyLossConfig.read(None) == PolicyLossConfig()
     with pytest.raises(ValueError, match=r"clip_ratio_c must be greater than 1.0, got 0.5"):
         PolicyLossConfig.read({"clip_ratio_c": 0.5})
+    with pytest.raises(ValueError, match=r"kl_cov_ratio is a share of the tokens, at most 1, got 1\.5"):
+        PolicyLossConfig.read({"kl_cov_ratio": 1.5})
 
 
 def test_bad_input() -> None:

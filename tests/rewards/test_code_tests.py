@@ -237,6 +237,8 @@ def test_calls_of_a_function_by_name(answer, given, wanted, status):
 def test_keys_that_mean_nothing_are_refused():
     with pytest.raises(ValueError, match="has difficulty, which means nothing here"):
         read_tests({"inputs": ["1"], "outputs": ["1"], "difficulty": 3})
+    with pytest.raises(ValueError, match="empty list of checks"):
+        read_tests({"checks": []})
     with pytest.raises(ValueError, match="has inputs, which means nothing here"):
         read_tests({"checks": "assert f(1)", "inputs": ["1"]})
     assert read_tests({"inputs": ["1"], "outputs": ["1"], "fn_name": None}) == [Printed("1", "1")]

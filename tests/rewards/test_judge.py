@@ -109,6 +109,8 @@ def test_what_may_pass_is_tried_again_and_the_rest_is_not(serve):
         "the judge's reply is not that of a chat model",
     ]
     assert server.asked == {"busy": 3, "down": 3, "bad": 1, "odd": 1, "fine": 1}
+    (odd,) = UrlAsk("http://judge:port", "m", retries=1, backoff=0.01)(["x"])
+    assert "is not a URL" in str(odd)
     (lost,) = UrlAsk("http://127.0.0.1:9", "m", retries=1, backoff=0.01)(["x"])
     assert "cannot be reached: ConnectError" in str(lost)
 
