@@ -13,6 +13,8 @@ from meshrl.config.load import ROOTS
 from meshrl.tools.migrate.migrate import PROGRAMS, migrate, script_text
 from meshrl.tools.migrate.shell_script import read_script
 
+pytestmark = pytest.mark.slow  # not part of `make test-quick`
+
 MAIN, SFT, ASYNC = list(GROUPS)[:3]
 CHECKOUT = os.environ.get("MESHRL_VERL_CHECKOUT")  # where the scripts themselves are at hand
 

@@ -35,6 +35,8 @@ from meshrl.rollout.build import EngineOptions, build_rollout, open_rollout
 from meshrl.rollout.embedded.capacity import attending_layers, cache_shape
 from meshrl.rollout.requests import SamplingParams
 
+pytestmark = pytest.mark.slow  # not part of `make test-quick`
+
 # Longer than the windows and chunks of the tiny models, unequal, and of few tokens a step.
 PROMPTS, RESPONSES = [5, 3, 9, 2], [6, 9, 4, 10]
 TOKENS_OF_A_STEP = 8

@@ -14,6 +14,8 @@ import pytest
 from meshrl.cli import main
 from meshrl.models.tiny import make_tiny_model
 
+pytestmark = pytest.mark.slow  # not part of `make test-quick`
+
 NAME, COMMIT = "somebody/tiny-model", "0123456789abcdef0123456789abcdef01234567"
 ROOT = Path(__file__).parents[2]
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hostile_programs import CHECKED, HONEST, READING
 
+pytestmark = pytest.mark.slow  # not part of `make test-quick`
+
 ROOT = str(Path(__file__).parents[2])
 DRIVER = str(Path(__file__).with_name("hostile_programs.py"))
 BACKENDS = ["bwrap", "namespaces", "landlock"]

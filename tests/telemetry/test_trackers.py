@@ -13,6 +13,8 @@ from meshrl.telemetry import trackers
 from meshrl.telemetry.run_folder import RunFolder
 from meshrl.telemetry.trackers import LOGGERS, Tracking
 
+pytestmark = pytest.mark.slow  # not part of `make test-quick`
+
 CONFIG = {"trainer": {"seed": 1, "logger": ["console"]}, "data": {"train_files": None}}
 METRICS = {"critic/score/mean": 0.25, "val-core/a b/acc/mean@4": 0.5, "actor/grad_norm": math.nan}
 
