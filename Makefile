@@ -27,9 +27,11 @@ SIDE_BY_SIDE := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.installed-dev
 	@$(ENVIRONMENT) $(BIN)/python tests/run_tests.py $(RESULTS) $(SIDE_BY_SIDE) --durations=20
 
-# About three minutes on two cores: the rooms' own tests, without those that start many processes or train.
+# The rooms that need neither many processes nor a model's engine, without the slow tests: for a first look after a change. What it leaves
+# out is run by its folder: `pytest tests/rollout`.
+LEFT_OUT := $(MANY_PROCESSES) engines models rewards rollout
 test-quick: $(VENV)/.installed-dev
-	@$(ENVIRONMENT) $(BIN)/python tests/run_tests.py $(RESULTS) $(SIDE_BY_SIDE) -m "not slow" $(MANY_PROCESSES:%=--ignore=tests/%)
+	@$(ENVIRONMENT) $(BIN)/python tests/run_tests.py $(RESULTS) $(SIDE_BY_SIDE) -m "not slow" $(LEFT_OUT:%=--ignore=tests/%)
 
 # What needs a GPU, and the layouts of weight sync, rollout, FSDP and Megatron over NCCL; ranks share a GPU where there are too few.
 OVER_NCCL := weight_sync pool_sync rollout_tensor_parallel split_rollout fsdp_engine megatron_engine
